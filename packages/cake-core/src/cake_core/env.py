@@ -1,0 +1,66 @@
+"""Every environment variable the project reads, in one place. Values are read when used, never at import."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import message
+
+__all__ = ["build_jobs", "cache_root", "cuda_roots", "cxx", "log_level", "no_color", "nvcc", "search_path"]
+
+
+def _text(name: str) -> str | None:
+    return os.environ.get(name) or None
+
+
+def cache_root() -> Path:
+    """Where compiled libraries are kept: ``CAKE_CACHE_DIR``, else ``$XDG_CACHE_HOME/cake``, else ``~/.cache/cake``."""
+    if (own := _text("CAKE_CACHE_DIR")) is not None:
+        return Path(own).expanduser().absolute()
+    if (xdg := _text("XDG_CACHE_HOME")) is not None:
+        return Path(xdg).expanduser().absolute() / "cake"
+    return Path.home() / ".cache" / "cake"
+
+
+def nvcc() -> str | None:
+    """``CAKE_NVCC``: path of the CUDA compiler to use before any other."""
+    return _text("CAKE_NVCC")
+
+
+def cuda_roots() -> tuple[tuple[str, str], ...]:
+    """(variable, value) of ``CUDA_HOME`` and ``CUDA_PATH`` where they are set, in that order."""
+    return tuple((name, value) for name in ("CUDA_HOME", "CUDA_PATH") if (value := _text(name)) is not None)
+
+
+def search_path() -> tuple[str, ...]:
+    """The folders of ``PATH``."""
+    return tuple(entry for entry in (_text("PATH") or "").split(os.pathsep) if entry)
+
+
+def cxx() -> str:
+    """``CAKE_CXX``: the host compiler and linker; default ``c++``."""
+    return _text("CAKE_CXX") or "c++"
+
+
+def build_jobs() -> int:
+    """``CAKE_BUILD_JOBS``: compiler processes at a time; default: the CPUs this process may run on.
+
+    Raises: ValueError when the variable is not a positive whole number.
+    """
+    text = _text("CAKE_BUILD_JOBS")
+    if text is None:
+        return max(len(os.sched_getaffinity(0)), 1)
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(message("cake", "CAKE_BUILD_JOBS", repr(text), "a whole number, at least 1"))
+    return int(text)
+
+
+def log_level() -> str | None:
+    """``CAKE_LOG``: level name of the logger ``cake``."""
+    return _text("CAKE_LOG")
+
+
+def no_color() -> bool:
+    """``NO_COLOR``: any non-empty value switches colours off."""
+    return _text("NO_COLOR") is not None

@@ -1,0 +1,1 @@
+"""Test support that op packages share; shipped in the wheel, imports no pytest."""
