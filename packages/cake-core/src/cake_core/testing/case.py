@@ -6,7 +6,7 @@ Every op folder has a ``testing`` package that these tools find by name:
 * ``budgets.py`` (torch-free): ``BUDGETS``, mapping output name -> ``Budget``;
 * ``oracle.py``: the FP64 definition;
 * ``routes.py``: ``make_case(*, device, seed, **shape) -> Case``; ``ROUTES``, mapping id -> keyword arguments of
-  ``run_route(**route) -> None``: every call-time switch of the op; ``PREBUILD``, the prebuild parameters the routes need.
+  ``run_route(**route) -> None``: every call-time switch of the op; ``PREBUILD``, the prebuild parameters of the routes.
 """
 
 from __future__ import annotations
