@@ -36,7 +36,7 @@ def _check_type(kind: str, value: Any, argument: str, entry: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One trainer option of an op, ``--cake-<op>-<name>``. The variant flag is not one: it is made from the variants."""
+    """One trainer option of an op, ``--cake-<op>-<name>``; the variant flag is made from the variants instead."""
 
     dest: str
     """Attribute of the trainer's args; starts with ``cake_<op>_``."""
