@@ -1,0 +1,341 @@
+"""Every question the project asks about CUDA devices, in one replaceable layer.
+
+Ops decide where they run with ``device_of`` and allocate with ``workspace``; nothing else in the project calls
+``torch.cuda``. One module-level backend object answers. ``testing.fake_cuda.FakeCuda`` replaces it, so tests without a
+GPU can see which device, stream, library and grid an op would use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .arch import ARCH_BY_CAPABILITY, PORTABLE_ARCH
+from .errors import message
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = [
+    "Backend",
+    "capability",
+    "capturing",
+    "current_device",
+    "device_arch",
+    "device_count",
+    "device_of",
+    "empty",
+    "side_stream",
+    "sm_count",
+    "stream",
+    "synchronize",
+    "synchronize_forbidden",
+    "uninitialized",
+]
+
+
+class HasLibraries(Protocol):
+    """What ``device_arch`` needs of a KernelPackage."""
+
+    def libraries(self, arch: str | None = None) -> Sequence[str]: ...
+
+
+class Backend:
+    """CUDA through torch. A fake derives from it and answers every method itself."""
+
+    def __init__(self) -> None:
+        # (device index, package) -> architecture. It belongs to the backend, so replacing the backend drops it.
+        self.arch_memo: dict[tuple[int, HasLibraries | None], str] = {}
+        self._capabilities: dict[int, tuple[int, int]] = {}
+        self._sm_counts: dict[int, int] = {}
+
+    def device_of(self, tensor: Tensor) -> tuple[str, int | None]:
+        device = tensor.device
+        return device.type, device.index
+
+    def device_count(self) -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
+    def current_device(self) -> int:
+        import torch
+
+        return torch.cuda.current_device()
+
+    def stream(self, index: int) -> int:
+        import torch
+
+        return torch._C._cuda_getCurrentRawStream(index)  # pyright: ignore[reportPrivateUsage]
+
+    def capturing(self, index: int) -> bool:
+        import torch
+
+        if torch.cuda.current_device() == index:
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(index):  # torch asks the current device's stream only
+            return torch.cuda.is_current_stream_capturing()
+
+    def empty(self, nbytes: int, index: int) -> Tensor:
+        import torch
+
+        if torch.are_deterministic_algorithms_enabled():
+            return uninitialized_like_torch((nbytes,), torch.uint8, torch.device("cuda", index))
+        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
+
+    def uninitialized(self, shape: Sequence[int], dtype: torch.dtype, index: int) -> Tensor:
+        import torch
+
+        return uninitialized_like_torch(shape, dtype, torch.device("cuda", index))
+
+    def capability(self, index: int) -> tuple[int, int]:
+        known = self._capabilities.get(index)
+        if known is None:
+            import torch
+
+            known = self._capabilities[index] = torch.cuda.get_device_capability(index)
+        return known
+
+    def sm_count(self, index: int) -> int:
+        known = self._sm_counts.get(index)
+        if known is None:
+            import torch
+
+            properties: Any = torch.cuda.get_device_properties(index)
+            known = self._sm_counts[index] = int(properties.multi_processor_count)
+        return known
+
+    def synchronize(self, index: int) -> None:
+        import torch
+
+        torch.cuda.synchronize(index)
+
+    @contextmanager
+    def side_stream(self, index: int) -> Generator[int]:
+        import torch
+
+        outer = torch.cuda.current_stream(index)
+        side = torch.cuda.Stream(index)
+        side.wait_stream(outer)
+        # torch.cuda.stream also makes the stream's device current; X07 tests need the current device left alone.
+        current = torch.cuda.current_device()
+        torch.cuda.set_stream(side)
+        torch.cuda.set_device(current)
+        try:
+            yield side.cuda_stream
+        finally:
+            current = torch.cuda.current_device()
+            torch.cuda.set_stream(outer)
+            torch.cuda.set_device(current)
+            outer.wait_stream(side)
+
+    @contextmanager
+    def synchronize_forbidden(self) -> Generator[None]:
+        import torch
+
+        from .testing.host_reads import HostReadsForbidden
+
+        if not torch.cuda.is_initialized():
+            with HostReadsForbidden():
+                yield
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with HostReadsForbidden():
+                yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+_backend: Backend = Backend()
+
+
+@contextmanager
+def installed(backend: Backend) -> Generator[None]:
+    """Let ``backend`` answer inside the block. Memoised answers and pooled buffers of the other one are dropped."""
+    global _backend
+    from . import workspace
+
+    workspace.release_pool()
+    backend.arch_memo.clear()
+    before, _backend = _backend, backend
+    try:
+        yield
+    finally:
+        _backend = before
+        workspace.release_pool()
+
+
+def device_of(tensor: Tensor) -> tuple[str, int | None]:
+    """Where a tensor lives: ("cpu", None) or ("cuda", index); another device type as torch names it.
+
+    Ops choose their backend with this, never with ``tensor.device``, so that a fake device can stand in.
+    """
+    return _backend.device_of(tensor)
+
+
+def device_count() -> int:
+    """CUDA devices that this process can use; 0 without a driver."""
+    return _backend.device_count()
+
+
+def current_device() -> int:
+    """Index of the calling thread's current CUDA device."""
+    return _backend.current_device()
+
+
+def stream(index: int) -> int:
+    """Raw handle of the calling thread's current stream on device ``index``, whichever device is current."""
+    return _backend.stream(index)
+
+
+def capturing(index: int) -> bool:
+    """Whether the current stream of device ``index`` is capturing a CUDA graph."""
+    return _backend.capturing(index)
+
+
+def empty(nbytes: int, index: int) -> Tensor:
+    """``nbytes`` of uint8 on device ``index``, content undefined, allocated on that device's current stream."""
+    return _backend.empty(nbytes, index)
+
+
+def uninitialized(shape: Sequence[int], dtype: torch.dtype, index: int) -> Tensor:
+    """A dense tensor on CUDA device ``index``, content undefined; never filled (``workspace.uninitialized``)."""
+    return _backend.uninitialized(shape, dtype, index)
+
+
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability of device ``index``, such as (9, 0)."""
+    return _backend.capability(index)
+
+
+def sm_count(index: int) -> int:
+    """Streaming multiprocessors of device ``index``. Nothing that det computes may depend on it."""
+    return _backend.sm_count(index)
+
+
+def synchronize(index: int | None = None) -> None:
+    """Wait for all work on a device (None: the current one). For benchmarks and tests; ops never call it."""
+    _backend.synchronize(_backend.current_device() if index is None else index)
+
+
+def side_stream(index: int | None = None) -> AbstractContextManager[int]:
+    """Make a new stream current on a device (None: the current one) inside the block; yields its raw handle.
+
+    The stream waits for the work queued before the block, and work queued after the block waits for it. The current
+    device stays as it is.
+    """
+    return _backend.side_stream(_backend.current_device() if index is None else index)
+
+
+def synchronize_forbidden() -> AbstractContextManager[None]:
+    """Test guard: a read of tensor contents by the host inside the block raises RuntimeError.
+
+    It sees ``.item()``, ``.cpu()``, ``.tolist()``, ``nonzero`` and their kin: for every tensor without a fake device
+    (CPU tensors stand in for device tensors then), under FakeCuda for tensors of the fake devices alone. On a machine
+    with CUDA in use it also turns on torch's own synchronisation check.
+    """
+    return _backend.synchronize_forbidden()
+
+
+def uninitialized_like_torch(shape: Sequence[int], dtype: torch.dtype, where: torch.device) -> Tensor:
+    """``torch.empty`` that stays empty under ``torch.use_deterministic_algorithms(True)``.
+
+    That mode fills every ``torch.empty`` (``torch.utils.deterministic.fill_uninitialized_memory``): one more write of
+    each scratch buffer and output. A tensor made from a storage escapes it without touching the process-wide switch.
+    """
+    import torch
+
+    if not torch.are_deterministic_algorithms_enabled():
+        return torch.empty(shape, dtype=dtype, device=where)
+    shape = tuple(shape)
+    strides, elements = [1] * len(shape), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        strides[axis] = elements
+        elements *= max(shape[axis], 1)
+    if 0 in shape:
+        elements = 0
+    storage = torch.UntypedStorage(elements * dtype.itemsize, device=where)
+    return torch.empty(0, dtype=dtype, device=where).set_(storage, 0, shape, tuple(strides))
+
+
+def device_arch(device: Any = None, *, package: HasLibraries | None = None) -> str:
+    """Architecture name that programs for a device carry, such as "sm_90a".
+
+    Args:
+        device: index, "cuda", "cuda:1" or a torch.device; None: the current device.
+        package: a KernelPackage. The answer is then an architecture it has libraries for: the device's own, else the
+            portable "sm_80" entry on any device from capability 8.0 on.
+
+    Raises:
+        TypeError: another Python type. ValueError: no such device. RuntimeError: no CUDA device at all.
+        NotImplementedError: not a CUDA device, or a capability without programs; names it and what is supported.
+    """
+    backend = _backend
+    if type(device) is int:
+        known = backend.arch_memo.get((device, package))
+        if known is not None:
+            return known
+    index = _index(backend, device)
+    known = backend.arch_memo.get((index, package))
+    if known is None:
+        known = backend.arch_memo[index, package] = _arch(backend.capability(index), index, package)
+    return known
+
+
+def _arch(capability: tuple[int, int], index: int, package: HasLibraries | None) -> str:
+    own = ARCH_BY_CAPABILITY.get(capability)
+    if package is None:
+        if own is not None:
+            return own
+        supported = ", ".join(f"{name} ({major}.{minor})" for (major, minor), name in ARCH_BY_CAPABILITY.items())
+    else:
+        if own is not None and package.libraries(own):
+            return own
+        if capability >= (8, 0) and package.libraries(PORTABLE_ARCH):
+            return PORTABLE_ARCH
+        served = [name for name in ARCH_BY_CAPABILITY.values() if package.libraries(name)]
+        supported = ", ".join(served) or "none on CUDA"
+    major, minor = capability
+    raise NotImplementedError(
+        message(
+            "device_arch",
+            f"device cuda:{index}",
+            f"of compute capability {major}.{minor}",
+            f"a supported architecture: {supported}",
+            "CPU tensors run everywhere",
+        )
+    )
+
+
+def _index(backend: Backend, device: Any) -> int:
+    """The CUDA device index that ``device`` names."""
+    import torch
+
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device | None):
+        wanted = "a device index, a device string, a torch.device or None"
+        raise TypeError(message("device_arch", "device", f"{device!r} ({type(device).__name__})", wanted))
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise ValueError(message("device_arch", "device", repr(device), "a device such as 'cuda:0'")) from None
+    if isinstance(device, torch.device):
+        if device.type != "cuda":
+            supported = ", ".join(ARCH_BY_CAPABILITY.values())
+            raise NotImplementedError(
+                message("device_arch", "device", f"{str(device)!r}", f"a CUDA device: {supported}")
+            )
+        device = device.index
+    count = backend.device_count()
+    if count == 0:
+        raise RuntimeError(
+            message("device_arch", "device", "CUDA on a machine without a CUDA device", "one", "or name arch=")
+        )
+    index: int = backend.current_device() if device is None else device
+    if not 0 <= index < count:
+        raise ValueError(message("device_arch", "device", f"cuda:{index}", f"an index below {count}"))
+    return index
