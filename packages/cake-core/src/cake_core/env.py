@@ -7,7 +7,17 @@ from pathlib import Path
 
 from .errors import message
 
-__all__ = ["build_jobs", "cache_root", "cuda_roots", "cxx", "log_level", "no_color", "nvcc", "search_path"]
+__all__ = [
+    "build_jobs",
+    "cache_root",
+    "compiler_environment",
+    "cuda_roots",
+    "cxx",
+    "log_level",
+    "no_color",
+    "nvcc",
+    "search_path",
+]
 
 
 def _text(name: str) -> str | None:
@@ -41,6 +51,15 @@ def search_path() -> tuple[str, ...]:
 def cxx() -> str:
     """``CAKE_CXX``: the host compiler and linker; default ``c++``."""
     return _text("CAKE_CXX") or "c++"
+
+
+def compiler_environment() -> dict[str, str]:
+    """What a compiler process inherits: this environment without the variables that add flags to nvcc.
+
+    Such flags would change a library without changing its cache key.
+    """
+    hidden = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
+    return {**{name: value for name, value in os.environ.items() if name not in hidden}, "LC_ALL": "C"}
 
 
 def build_jobs() -> int:
