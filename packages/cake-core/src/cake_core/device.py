@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from .arch import ARCH_BY_CAPABILITY, PORTABLE_ARCH
 from .errors import message
@@ -103,8 +103,8 @@ class Backend:
         if known is None:
             import torch
 
-            properties: Any = torch.cuda.get_device_properties(index)
-            known = self._sm_counts[index] = int(properties.multi_processor_count)
+            properties = cast(Any, torch.cuda).get_device_properties(index)
+            known = self._sm_counts[index] = properties.multi_processor_count
         return known
 
     def synchronize(self, index: int) -> None:

@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from . import config
 from . import device as devices
@@ -140,7 +140,7 @@ def uninitialized(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
     target = torch.device(device)
     if target.type == "cuda":
-        index: int | None = target.index
+        index = cast("int | None", target.index)
         return devices.uninitialized(shape, dtype, devices.current_device() if index is None else index)
     return devices.uninitialized_like_torch(shape, dtype, target)
 

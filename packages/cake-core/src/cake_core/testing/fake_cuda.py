@@ -267,19 +267,18 @@ class _FakeFunctions(TorchFunctionMode):
     def __init__(self, fake: FakeCuda) -> None:
         super().__init__()
         self._fake = fake
-        home = fake.index_of
-        self._getters: dict[Any, Callable[[Tensor], Any]] = {
-            _getter("device"): lambda x: None if home(x) is None else torch.device("cuda", home(x)),
-            _getter("is_cuda"): lambda x: None if home(x) is None else True,
-            _getter("is_cpu"): lambda x: None if home(x) is None else False,
-            torch.Tensor.get_device: home,
+        self._getters: dict[Any, Callable[[int], Any]] = {
+            _getter("device"): lambda index: torch.device("cuda", index),
+            _getter("is_cuda"): lambda index: True,
+            _getter("is_cpu"): lambda index: False,
+            torch.Tensor.get_device: lambda index: index,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if (getter := self._getters.get(func)) is not None:
-            answer = getter(args[0])
-            return func(*args, **kwargs) if answer is None else answer
+            index = self._fake.index_of(args[0])
+            return func(*args, **kwargs) if index is None else getter(index)
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
             return self._move(func, args, kwargs)
         wanted = kwargs.get("device")
