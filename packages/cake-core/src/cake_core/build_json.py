@@ -12,11 +12,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from .errors import closest, message
 
-__all__ = ["EXTENSION", "SCHEMA", "FlagsIf", "Library", "Limits", "Manifest", "load_manifest", "parse_manifest"]
+__all__ = [
+    "EXTENSION",
+    "SCHEMA",
+    "FlagsIf",
+    "Library",
+    "Limits",
+    "Manifest",
+    "as_list",
+    "as_table",
+    "as_texts",
+    "load_manifest",
+    "parse_manifest",
+]
 
 SCHEMA: Final = "cake-build/1"
 EXTENSION: Final = "cake-core/1"
@@ -113,6 +125,22 @@ def load_manifest(folder: Path) -> Manifest:
     return parse_manifest(data, file)
 
 
+def as_table(value: Any) -> dict[str, Any] | None:
+    """A JSON or TOML table as such; None for anything else."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """A JSON or TOML array as such; None for anything else."""
+    return cast("list[Any]", value) if isinstance(value, list) else None
+
+
+def as_texts(value: Any) -> list[str] | None:
+    """An array of strings as such; None for anything else."""
+    items = as_list(value)
+    return items if items is not None and all(isinstance(item, str) for item in items) else None
+
+
 class _Reader:
     """Typed access to a manifest's JSON; every complaint names the file."""
 
@@ -123,9 +151,9 @@ class _Reader:
         return RuntimeError(message(str(self.file), what, got, wanted))
 
     def table(self, value: Any, what: str) -> Mapping[str, Any]:
-        if not isinstance(value, dict):
+        if (table := as_table(value)) is None:
             raise self.broken(what, type(value).__name__, "an object")
-        return value
+        return table
 
     def text(self, value: Any, what: str) -> str:
         if not isinstance(value, str) or not value:
@@ -133,9 +161,9 @@ class _Reader:
         return value
 
     def texts(self, value: Any, what: str) -> tuple[str, ...]:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        if (texts := as_texts(value)) is None:
             raise self.broken(what, repr(value), "a list of strings")
-        return tuple(value)
+        return tuple(texts)
 
     def path(self, value: Any, what: str) -> str:
         path = PurePosixPath(self.text(value, what))
@@ -149,9 +177,9 @@ class _Reader:
         return value
 
     def conditions(self, value: Any, what: str) -> tuple[FlagsIf, ...]:
-        if not isinstance(value, list):
+        if (items := as_list(value)) is None:
             raise self.broken(what, repr(value), "a list")
-        tables = [self.table(item, what) for item in value]
+        tables = [self.table(item, what) for item in items]
         return tuple(FlagsIf(self.text(t.get("cuda"), what), self.texts(t.get("flags"), what)) for t in tables)
 
     def limits(self, value: Any, what: str) -> Limits:
@@ -188,8 +216,8 @@ def parse_manifest(data: Any, file: Path) -> Manifest:
         raise read.broken("package", repr(package), "a dotted module name")
     core = common.get("core_headers")
     libraries: dict[str, Library] = {}
-    if not isinstance(entries := top.get("libraries"), list):
-        raise read.broken("libraries", repr(entries), "a list")
+    if (entries := as_list(top.get("libraries"))) is None:
+        raise read.broken("libraries", repr(top.get("libraries")), "a list")
     for entry in entries:
         library = _library(read, read.table(entry, "libraries"))
         if library.name in libraries:

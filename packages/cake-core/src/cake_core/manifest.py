@@ -42,6 +42,9 @@ from .build_json import (
     Library,
     Limits,
     Manifest,
+    as_list,
+    as_table,
+    as_texts,
     load_manifest,
     parse_manifest,
 )
@@ -142,7 +145,8 @@ def check(package_folder: Path) -> tuple[str, ...]:
         old: Any = json.loads(file.read_text())
     except ValueError:
         old = None
-    lines = _differences(old, json.loads(text)) if isinstance(old, dict) else []
+    before = as_table(old)
+    lines = _differences(before, json.loads(text)) if before is not None else []
     return tuple(lines) or ("build.json is formatted differently",)
 
 
@@ -151,7 +155,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         f"{key} differs" for key in sorted({*old, *new} - {"libraries", "headers"}) if old.get(key) != new.get(key)
     ]
     for kind, before, after in (
-        ("header", _table(old.get("headers")), _table(new.get("headers"))),
+        ("header", as_table(old.get("headers")) or {}, as_table(new.get("headers")) or {}),
         ("library", _by_name(old.get("libraries")), _by_name(new.get("libraries"))),
     ):
         for name in sorted({*before, *after}):
@@ -164,12 +168,8 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _table(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _by_name(value: Any) -> dict[str, Any]:
-    entries = [_table(entry) for entry in value] if isinstance(value, list) else []
+    entries = [as_table(entry) or {} for entry in as_list(value) or []]
     return {str(entry.get("name")): entry for entry in entries}
 
 
@@ -205,9 +205,7 @@ class _Recipe:
             if not isinstance(folder, str) or not (core_include() / folder).is_dir():
                 raise self.broken("core_headers", repr(folder), "a folder of cake_core's include folder, 'cake/v1'")
             common["core_headers"] = folder
-        programs = self.top.get("program")
-        if not isinstance(programs, list) or not programs:
-            raise self.broken("program", repr(programs), "at least one [[program]] table")
+        programs = self.tables(self.top, "program", "the top level")
         libraries = [entry for program in programs for entry in self.program(program, common, headers)]
         names = [entry["name"] for entry in libraries]
         if len(set(names)) != len(names):
@@ -223,9 +221,8 @@ class _Recipe:
             "libraries": sorted(libraries, key=lambda entry: entry["name"]),
         }
 
-    def program(self, program: Any, common: dict[str, Any], headers: dict[str, str]) -> list[dict[str, Any]]:
-        if not isinstance(program, dict) or not isinstance(name := program.get("name"), str):
-            raise self.broken("program", repr(program), "a table with a name")
+    def program(self, program: dict[str, Any], common: dict[str, Any], headers: dict[str, str]) -> list[dict[str, Any]]:
+        name: str = program["name"]
         self.only(program, _PROGRAM_KEYS, name)
         sources = self.texts(program, "sources", where=name)
         sha256: dict[str, str] = {}
@@ -237,17 +234,11 @@ class _Recipe:
         for arch in archs:
             if arch not in MIN_CUDA:
                 raise self.broken(f"{name} archs", repr(arch), "one of " + ", ".join(MIN_CUDA))
-        variants = program.get("variants", [{}])
-        if not isinstance(variants, list) or not variants:
-            raise self.broken(f"{name} variants", repr(variants), "a list of tables")
+        variants: list[dict[str, Any]] = self.tables(program, "variants", name) if "variants" in program else [{}]
         entries: list[dict[str, Any]] = []
         for variant in variants:
-            parts = [name]
-            if "variants" in program:
-                if not isinstance(variant, dict) or not isinstance(variant.get("name"), str):
-                    raise self.broken(f"{name} variants", repr(variant), "tables with a name")
-                self.only(variant, _VARIANT_KEYS, f"{name} variants")
-                parts.append(variant["name"])
+            self.only(variant, _VARIANT_KEYS, f"{name} variants")
+            parts = [name, variant["name"]] if variant else [name]
             defines = [f"-D{define}" for define in self.texts(variant, "defines", default=[], where=name)]
             for arch in archs:
                 entry: dict[str, Any] = {
@@ -269,22 +260,28 @@ class _Recipe:
 
     def limits(self, name: str, arch: str, archs: list[str], *tables: Any) -> dict[str, Any]:
         merged: dict[str, Any] = {}
-        for table in tables:
-            if not isinstance(table, dict):
-                raise self.broken(f"{name} limits", repr(table), "a table")
+        for value in tables:
+            if (table := as_table(value)) is None:
+                raise self.broken(f"{name} limits", repr(value), "a table")
             self.only(table, (*_LIMIT_KEYS, *archs), f"{name} limits")
-            here = table.get(arch, {})
-            if not isinstance(here, dict):
-                raise self.broken(f"{name} limits {arch}", repr(here), "a table")
+            if (here := as_table(table.get(arch, {}))) is None:
+                raise self.broken(f"{name} limits {arch}", repr(table[arch]), "a table")
             self.only(here, _LIMIT_KEYS, f"{name} limits {arch}")
             merged |= {key: value for key, value in {**table, **here}.items() if key in _LIMIT_KEYS}
         return dict(sorted(merged.items()))
 
     def texts(self, table: dict[str, Any], key: str, *, default: Any = None, where: str = "") -> list[str]:
         value = table.get(key, default)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        if (texts := as_texts(value)) is None:
             raise self.broken(f"{where} {key}".strip(), repr(value), "a list of strings")
-        return value
+        return texts
+
+    def tables(self, table: dict[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+        """A non-empty array of tables that have a name each."""
+        tables = [as_table(item) or {} for item in as_list(table.get(key)) or []]
+        if not tables or not all(isinstance(item.get("name"), str) for item in tables):
+            raise self.broken(f"{where} {key}", repr(table.get(key)), "at least one table, each with a name")
+        return tables
 
     def only(self, table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
         for key in table:
