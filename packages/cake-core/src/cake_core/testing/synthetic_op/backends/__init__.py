@@ -1,0 +1,1 @@
+"""Backends of the synthetic op, by device."""
