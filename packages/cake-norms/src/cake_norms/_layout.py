@@ -1,0 +1,103 @@
+"""Layouts the CUDA kernels read: a tensor is viewed as rows or as heads where its strides allow it, else copied once.
+
+One access is a 16-byte vector of 8 BF16 elements: the base is 16-byte aligned, the last stride is 1 and every other
+stride that is ever used is a multiple of 8 elements.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["heads", "heads_in_place", "rows", "rows_in_place", "vector"]
+
+_ALIGN_BYTES = 16
+_ALIGN_ELEMENTS = 8
+
+
+def rows(value: Tensor, *, expanded: bool = True) -> Tensor:
+    """[..., H] as [rows, H] with one row stride; ``expanded=False`` copies a tensor whose rows share memory."""
+    view = rows_in_place(value)
+    if view is not None and (expanded or view.stride(0) >= view.shape[1]):
+        return view
+    return _copy(value).view(-1, value.shape[-1])
+
+
+def rows_in_place(value: Tensor) -> Tensor | None:
+    """[..., H] as [rows, H] without a copy, or None. The stride of a single row is never read."""
+    width = value.shape[-1]
+    if value.data_ptr() % _ALIGN_BYTES:
+        return None
+    if value.is_contiguous():
+        return value if value.dim() == 2 else value.view(-1, width)
+    if value.stride(-1) != 1:
+        return None
+    collapsed = _collapse(value.shape[:-1], value.stride()[:-1])
+    if collapsed is None:
+        return None
+    count, stride = collapsed
+    if count == 1:
+        stride = width
+    return value.as_strided((count, width), (stride, 1)) if stride % _ALIGN_ELEMENTS == 0 else None
+
+
+def heads(value: Tensor, *, expanded: bool = True) -> Tensor:
+    """[..., heads, D] as [tokens, heads, D]; ``expanded=False`` copies a tensor whose rows share memory."""
+    view = heads_in_place(value)
+    if view is not None and (expanded or min(view.stride()) > 0):
+        return view
+    return _copy(value).view(*_head_shape(value))
+
+
+def heads_in_place(value: Tensor) -> Tensor | None:
+    """[..., heads, D] as [tokens, heads, D] without a copy, or None. Strides of sizes of 1 are never read."""
+    if value.data_ptr() % _ALIGN_BYTES:
+        return None
+    tokens, count, width = _head_shape(value)
+    if value.is_contiguous():
+        return value if value.dim() == 3 else value.view(tokens, count, width)
+    if value.stride(-1) != 1:
+        return None
+    head_stride = value.stride(-2) if value.dim() > 2 and count > 1 else width
+    leading = value.dim() - 1 if value.dim() == 2 else value.dim() - 2
+    collapsed = _collapse(value.shape[:leading], value.stride()[:leading])
+    if collapsed is None:
+        return None
+    token_stride = collapsed[1] if tokens > 1 else count * head_stride
+    if token_stride % _ALIGN_ELEMENTS or head_stride % _ALIGN_ELEMENTS:
+        return None
+    return value.as_strided((tokens, count, width), (token_stride, head_stride, 1))
+
+
+def vector(value: Tensor) -> Tensor:
+    """A 1-D operand as the kernels read it: contiguous and 16-byte aligned."""
+    if value.is_contiguous() and value.data_ptr() % _ALIGN_BYTES == 0:
+        return value
+    return _copy(value)
+
+
+def _head_shape(value: Tensor) -> tuple[int, int, int]:
+    """(tokens, heads, D); two dimensions are tokens of one head, one dimension is a single row."""
+    width = value.shape[-1]
+    count = value.shape[-2] if value.dim() > 2 else 1
+    per_token = width * count
+    return (value.numel() // per_token if per_token else 0), count, width
+
+
+def _collapse(sizes: torch.Size, strides: tuple[int, ...]) -> tuple[int, int] | None:
+    """(count, stride) of several dimensions walked as one, or None. Sizes of 1 have no say."""
+    count, stride, expected = 1, 0, None
+    for size, step in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if expected is None:
+            stride = step
+        elif step != expected:
+            return None
+        count *= size
+        expected = step * size
+    return count, stride
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.clone(memory_format=torch.contiguous_format)

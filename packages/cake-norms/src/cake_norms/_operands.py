@@ -1,0 +1,205 @@
+"""Operand checks shared by both ops. Reads shapes, strides, dtypes and addresses, never device memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from cake_core import device
+from cake_core.errors import check_float, message
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ._served import SERVED_DEVICES, one_of
+
+__all__ = [
+    "CPU_DTYPES",
+    "CUDA_DTYPES",
+    "check_dense",
+    "check_dtype",
+    "check_eps",
+    "check_layout",
+    "check_needed",
+    "check_needs",
+    "check_output",
+    "check_plain",
+    "check_same_device",
+    "check_shape",
+    "check_tensors",
+    "compute_dtype",
+    "is_abstract",
+]
+
+CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+CUDA_DTYPES = (torch.bfloat16, torch.float32)  # of a weight; activations are BF16
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def check_eps(eps: Any, *, entry: str) -> float:
+    """Raises: TypeError for another Python type; ValueError when it is not finite or negative."""
+    return check_float(eps, "eps", entry=entry, minimum=0.0)
+
+
+def check_needs(needs: Any, count: int, *, entry: str) -> None:
+    """Raises: TypeError for anything but a sequence of bool; ValueError for another length."""
+    wanted = f"a tuple of {count} bool"
+    if not isinstance(needs, tuple | list) or not all(isinstance(need, bool) for need in needs):
+        raise TypeError(message(entry, "needs", repr(needs), wanted))
+    if len(needs) != count:
+        raise ValueError(message(entry, "needs", repr(needs), wanted))
+
+
+def check_tensors(entry: str, **operands: Any) -> None:
+    """Raises: TypeError for an operand that is no tensor, or a distributed one."""
+    for name, value in operands.items():
+        if type(value) in _PLAIN:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(message(entry, name, type(value).__name__, "a torch.Tensor"))
+        distributed = sys.modules.get("torch.distributed.tensor")
+        if distributed is not None and isinstance(value, distributed.DTensor):
+            raise TypeError(message(entry, name, "a DTensor", "a local tensor", f"pass {name}.to_local()"))
+
+
+def check_same_device(entry: str, x: Tensor, **operands: Tensor) -> str:
+    """Where the call runs: "cpu", "cuda" or "meta", the device type of ``x``.
+
+    Raises: NotImplementedError for any other device; ValueError for an operand elsewhere.
+    """
+    where = device.device_of(x)
+    if where[0] not in ("cpu", "cuda", "meta"):
+        raise NotImplementedError(message(entry, "x", f"on {x.device}", SERVED_DEVICES))
+    for name, value in operands.items():
+        if device.device_of(value) != where:
+            raise ValueError(message(entry, name, f"on {value.device}", f"the device of x, {x.device}"))
+    return where[0]
+
+
+def check_plain(entry: str, **operands: Tensor) -> None:
+    """Raises: RuntimeError for operands under a torch.func transform or with forward-mode tangents."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(message(entry, "x", "inside a torch.func transform", "a call outside of vmap, grad and jvp"))
+    if forward_ad._current_level < 0:
+        return
+    for name, value in operands.items():
+        if forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(message(entry, name, "a forward-mode dual tensor", "reverse-mode differentiation"))
+
+
+def check_dtype(entry: str, name: str, value: Tensor, dtypes: Sequence[torch.dtype], kind: str) -> None:
+    """Raises: ValueError for a dtype outside ``dtypes``, those of the backend for ``kind``."""
+    if value.dtype not in dtypes:
+        where = " on CUDA" if kind == "cuda" else " on the CPU" if kind == "cpu" else ""
+        raise ValueError(message(entry, name, str(value.dtype), f"{one_of(dtypes)}{where}"))
+
+
+def check_shape(entry: str, name: str, value: Tensor, shape: Sequence[int], wanted: str) -> None:
+    """Raises: ValueError when ``value`` has another shape; nothing is ever broadcast."""
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(message(entry, name, f"of shape {tuple(value.shape)}", f"{wanted} {tuple(shape)}"))
+
+
+def compute_dtype(*operands: Tensor) -> torch.dtype:
+    """FP64 when an operand is, else FP32."""
+    return torch.float64 if any(value.dtype == torch.float64 for value in operands) else torch.float32
+
+
+def is_abstract(value: Tensor) -> bool:
+    """Whether ``value`` has a shape but no memory: a meta or a fake tensor."""
+    if type(value) in _PLAIN:
+        return value.is_meta
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return value.is_meta or isinstance(value, FakeTensor)
+
+
+def check_output(
+    entry: str,
+    name: str,
+    value: Any,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    *,
+    inputs: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor | None],
+) -> None:
+    """Check one output that the caller gives. ``inputs`` has x first; ``outputs`` are the other given ones.
+
+    Raises: TypeError when it is no tensor; ValueError for another device, dtype or shape, for elements that share
+    memory, and for memory that another tensor of the call reaches.
+    """
+    check_tensors(entry, **{name: value})
+    x = inputs["x"]
+    if device.device_of(value) != device.device_of(x):
+        raise ValueError(message(entry, name, f"on {value.device}", f"the device of x, {x.device}"))
+    if value.dtype not in dtypes:
+        raise ValueError(message(entry, name, str(value.dtype), one_of(dtypes)))
+    check_shape(entry, name, value, shape, "shape")
+    if is_abstract(value):
+        return
+    if not _elements_apart(value):
+        raise ValueError(message(entry, name, f"strided {value.stride()}", "memory of its own for every element"))
+    for other_name, other in inputs.items():
+        if _reaches(value, other):
+            raise ValueError(message(entry, name, f"overlapping {other_name}", "memory that no input occupies"))
+    for other_name, other in outputs.items():
+        if other is not None and _reaches(value, other) and not _columns_apart(value, other):
+            raise ValueError(message(entry, name, f"overlapping {other_name}", "memory that no other output occupies"))
+
+
+def check_needed(entry: str, needs: Sequence[bool], **given: Tensor | None) -> None:
+    """Raises: ValueError for an output that the caller gives but does not ask for."""
+    for (name, value), need in zip(given.items(), needs, strict=True):
+        if value is not None and not need:
+            raise ValueError(message(entry, name, "given", f"needs to ask for {name}", "or do not pass it"))
+
+
+def check_layout(entry: str, name: str, value: Tensor, kind: str, in_place: Callable[[Tensor], Tensor | None]) -> None:
+    """Raises: ValueError for a given output that the CUDA kernels cannot write in place."""
+    if kind == "cuda" and not is_abstract(value) and value.numel() and in_place(value) is None:
+        wanted = "last stride 1, other strides multiples of 8 elements, a 16-byte aligned base"
+        raise ValueError(message(entry, name, f"strided {value.stride()} at {value.data_ptr():#x}", wanted))
+
+
+def check_dense(entry: str, name: str, value: Tensor, kind: str) -> None:
+    """Raises: ValueError for a given vector output that the CUDA kernels cannot write."""
+    if kind == "cuda" and not value.is_contiguous():
+        raise ValueError(message(entry, name, f"strided {value.stride()}", "a contiguous tensor"))
+
+
+def _extent(value: Tensor, first: int = 0) -> int:
+    """Bytes from the first to the last element, over the dimensions from ``first`` on."""
+    dims = zip(value.shape[first:], value.stride()[first:], strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in dims)) * value.element_size()
+
+
+def _reaches(a: Tensor, b: Tensor) -> bool:
+    """Whether the byte ranges of two tensors overlap."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    start_a, start_b = a.data_ptr(), b.data_ptr()
+    return start_a < start_b + _extent(b) and start_b < start_a + _extent(a)
+
+
+def _columns_apart(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors with overlapping ranges are column slices of one buffer that share no column."""
+    if a.dim() < 2 or b.dim() < 2:
+        return False
+    period = a.stride(0) * a.element_size()
+    if period == 0 or period != b.stride(0) * b.element_size():
+        return False
+    shift = b.data_ptr() - a.data_ptr()
+    return shift % period >= _extent(a, 1) and -shift % period >= _extent(b, 1)
+
+
+def _elements_apart(value: Tensor) -> bool:
+    """Whether no two elements share an address: every stride steps over all that lies inside of it."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+    return True

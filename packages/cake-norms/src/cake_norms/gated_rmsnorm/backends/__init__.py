@@ -1,0 +1,19 @@
+"""One module per place where ``gated_rmsnorm`` runs. Each has ``forward`` and ``backward`` on checked operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..._operands import is_abstract
+from . import cpu, cuda, meta
+
+__all__ = ["select"]
+
+
+def select(kind: str, x: Tensor) -> Any:
+    """The backend of a call whose operands live on a ``kind`` of device."""
+    if is_abstract(x):
+        return meta
+    return cuda if kind == "cuda" else cpu

@@ -1,0 +1,73 @@
+"""``gated_rmsnorm`` on CUDA: layouts -> plan -> buffers -> one launch call a pass. No arithmetic on tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cake_core import device, loader, workspace
+from torch import Tensor
+
+from ..._layout import heads, vector
+from .. import plan
+
+__all__ = ["backward", "forward"]
+
+
+def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, out: Tensor | None) -> Tensor:
+    """y of x and z [..., D] BF16 and weight [D] BF16 or FP32."""
+    y = workspace.uninitialized(x.shape, x.dtype, x.device) if out is None else out
+    if x.numel() == 0:
+        return y
+    run = _program("fwd", device.device_of(x)[1])
+    run(heads(y), heads(x), heads(z), vector(weight), eps, plan.ACTIVATIONS[activation])
+    return y
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    activation: str,
+    dx: Tensor | None,
+    dz: Tensor | None,
+    dweight: Tensor | None,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dz, dweight), None where it is not needed; dweight has the weight's dtype unless given."""
+    index = device.device_of(x)[1]
+    if needs[0] and dx is None:
+        dx = workspace.uninitialized(x.shape, x.dtype, x.device)
+    if needs[1] and dz is None:
+        dz = workspace.uninitialized(x.shape, x.dtype, x.device)
+    if needs[2] and dweight is None:
+        dweight = workspace.uninitialized(weight.shape, weight.dtype, x.device)
+    if x.numel() == 0:
+        return dx, dz, dweight if dweight is None else dweight.zero_()
+    width = x.shape[-1]
+    launch = plan.plan_backward(x.numel() // width, width)
+    partial = None
+    if needs[2] and launch.partial_rows > 1:
+        scratch = workspace.take("gated_rmsnorm", "partial", launch.partial_bytes(width), index)
+        partial = scratch.view(torch.float32).as_strided((launch.partial_rows, width), (width, 1))
+    _program("bwd", index)(
+        None if dx is None else heads(dx),
+        None if dz is None else heads(dz),
+        dweight,
+        partial,
+        heads(dy.to(x.dtype), expanded=False),
+        heads(x),
+        heads(z),
+        vector(weight),
+        eps,
+        plan.ACTIVATIONS[activation],
+        launch.partial_rows,
+    )
+    return dx, dz, dweight
+
+
+def _program(name: str, index: int | None) -> Any:
+    package = loader.kernel_package("gated_rmsnorm")
+    return package.function(plan.library(name, device.device_arch(index, package=package)))

@@ -1,0 +1,93 @@
+"""Operand checks of ``rmsnorm``, shared by all backends. Reads no device memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cake_core.errors import message
+from torch import Tensor
+
+from .._layout import rows_in_place
+from .._operands import (
+    CPU_DTYPES,
+    CUDA_DTYPES,
+    check_dense,
+    check_dtype,
+    check_layout,
+    check_needed,
+    check_output,
+    check_plain,
+    check_same_device,
+    check_shape,
+    check_tensors,
+    compute_dtype,
+    is_abstract,
+)
+from .op import check_hidden_size
+
+__all__ = ["check_backward", "check_forward", "check_forward_outputs"]
+
+_MAX_ROWS = 2**31
+
+
+def check_forward(entry: str, x: Any, weight: Any) -> str:
+    """Check x [..., H] and weight [H]; returns where the call runs: "cpu", "cuda" or "meta".
+
+    Raises: TypeError, ValueError, NotImplementedError, RuntimeError as the public functions document.
+    """
+    check_tensors(entry, x=x, weight=weight)
+    kind = check_same_device(entry, x, weight=weight)
+    check_plain(entry, x=x, weight=weight)
+    check_dtype(entry, "x", x, CUDA_DTYPES[:1] if kind == "cuda" else CPU_DTYPES, kind)
+    check_dtype(entry, "weight", weight, CUDA_DTYPES if kind == "cuda" else CPU_DTYPES, kind)
+    if x.dim() == 0:
+        raise ValueError(message(entry, "x", "0-d", "a shape [..., H]"))
+    if weight.dim() != 1:
+        raise ValueError(message(entry, "weight", f"of shape {tuple(weight.shape)}", "one dimension, [H]"))
+    hidden = x.shape[-1]
+    if hidden != weight.shape[0]:
+        raise ValueError(message(entry, "weight", f"of {weight.shape[0]} elements", f"the {hidden} of a row of x"))
+    if kind == "cuda":
+        check_hidden_size(hidden, entry=entry)
+    elif hidden == 0:
+        raise ValueError(message(entry, "x", f"of shape {tuple(x.shape)}", "at least one element in a row"))
+    if not is_abstract(x) and x.numel() // hidden >= _MAX_ROWS:
+        raise ValueError(message(entry, "x", f"of {x.numel() // hidden} rows", f"fewer than {_MAX_ROWS}"))
+    return kind
+
+
+def check_forward_outputs(
+    entry: str, kind: str, x: Tensor, weight: Tensor, out: Tensor | None, rstd: Tensor | None
+) -> None:
+    """Check the outputs that the caller of a forward gives. Raises: TypeError, ValueError."""
+    inputs = {"x": x, "weight": weight}
+    if out is not None:
+        check_output(entry, "out", out, x.shape, (x.dtype,), inputs=inputs, outputs={"rstd": rstd})
+        check_layout(entry, "out", out, kind, rows_in_place)
+    if rstd is not None:
+        check_output(entry, "rstd", rstd, x.shape[:-1], (compute_dtype(x, weight),), inputs=inputs, outputs={})
+        check_dense(entry, "rstd", rstd, kind)
+
+
+def check_backward(
+    entry: str, dy: Any, x: Any, weight: Any, rstd: Any, dx: Tensor | None, dweight: Tensor | None, needs: Any
+) -> str:
+    """Check the operands of a backward; returns where the call runs. Raises: as ``check_forward``."""
+    check_tensors(entry, dy=dy, x=x, weight=weight, rstd=rstd)
+    kind = check_forward(entry, x, weight)
+    check_same_device(entry, x, dy=dy, rstd=rstd)
+    if not dy.dtype.is_floating_point:
+        raise ValueError(message(entry, "dy", str(dy.dtype), "a floating-point dtype"))
+    check_dtype(entry, "rstd", rstd, (compute_dtype(x, weight),), kind)
+    check_shape(entry, "dy", dy, x.shape, "the shape of x,")
+    check_shape(entry, "rstd", rstd, x.shape[:-1], "the shape of x without its last dimension,")
+    inputs = {"x": x, "dy": dy, "weight": weight, "rstd": rstd}
+    check_needed(entry, needs, dx=dx, dweight=dweight)
+    if dx is not None:
+        check_output(entry, "dx", dx, x.shape, (x.dtype,), inputs=inputs, outputs={"dweight": dweight})
+        check_layout(entry, "dx", dx, kind, rows_in_place)
+    if dweight is not None:
+        dtypes = tuple(dict.fromkeys((weight.dtype, compute_dtype(x, weight))))
+        check_output(entry, "dweight", dweight, weight.shape, dtypes, inputs=inputs, outputs={})
+        check_dense(entry, "dweight", dweight, kind)
+    return kind

@@ -1,0 +1,77 @@
+"""``rmsnorm`` on CUDA: layouts -> plan -> buffers -> one launch call a pass. No arithmetic on tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cake_core import device, loader, workspace
+from torch import Tensor
+
+from ..._layout import rows, vector
+from .. import plan
+
+__all__ = ["backward", "check_device", "forward"]
+
+
+def check_device(index: int | None) -> None:
+    """Raises: NotImplementedError when CUDA device ``index`` is older than sm_80."""
+    device.device_arch(index, package=loader.kernel_package("rmsnorm"))
+
+
+def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(y, rstd) of x [..., H] BF16 and weight [H] BF16 or FP32."""
+    index = device.device_of(x)[1]
+    y = workspace.uninitialized(x.shape, x.dtype, x.device) if out is None else out
+    scales = workspace.uninitialized(x.shape[:-1], torch.float32, x.device) if rstd is None else rstd
+    if x.numel() == 0:
+        return y, scales
+    hidden = x.shape[-1]
+    row = plan.lanes(hidden)
+    run = _program("fwd", index)
+    run(rows(y), scales.view(-1), rows(x), vector(weight), eps, row.vectors, row.threads_per_row)
+    return y, scales
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dweight), None where it is not needed; dweight has the weight's dtype unless given."""
+    index = device.device_of(x)[1]
+    if needs[0] and dx is None:
+        dx = workspace.uninitialized(x.shape, x.dtype, x.device)
+    if needs[1] and dweight is None:
+        dweight = workspace.uninitialized(weight.shape, weight.dtype, x.device)
+    if x.numel() == 0:
+        return dx, dweight if dweight is None else dweight.zero_()
+    hidden = x.shape[-1]
+    launch = plan.plan_backward(x.numel() // hidden, hidden)
+    partial = None
+    if needs[1] and launch.partial_rows > 1:
+        scratch = workspace.take("rmsnorm", "partial", launch.partial_bytes(hidden), index)
+        partial = scratch.view(torch.float32).as_strided((launch.partial_rows, hidden), (hidden, 1))
+    _program("bwd", index)(
+        None if dx is None else rows(dx),
+        dweight,
+        partial,
+        rows(dy.to(x.dtype), expanded=False),
+        rows(x),
+        vector(weight),
+        rstd.reshape(-1),
+        launch.vectors,
+        launch.threads_per_row,
+        launch.row_groups,
+        launch.partial_rows,
+    )
+    return dx, dweight
+
+
+def _program(name: str, index: int | None) -> Any:
+    package = loader.kernel_package("rmsnorm")
+    return package.function(plan.library(name, device.device_arch(index, package=package)))
