@@ -150,22 +150,23 @@ class Backend:
             torch.cuda.set_sync_debug_mode(before)
 
 
-_backend: Backend = Backend()
+backend: Backend = Backend()
+"""What answers now. Read at every question, replaced by ``installed``."""
 
 
 @contextmanager
-def installed(backend: Backend) -> Generator[None]:
-    """Let ``backend`` answer inside the block. Memoised answers and pooled buffers of the other one are dropped."""
-    global _backend
+def installed(other: Backend) -> Generator[None]:
+    """Let ``other`` answer inside the block. Memoised answers and pooled buffers are dropped."""
+    global backend
     from . import workspace
 
     workspace.release_pool()
-    backend.arch_memo.clear()
-    before, _backend = _backend, backend
+    other.arch_memo.clear()
+    before, backend = backend, other
     try:
         yield
     finally:
-        _backend = before
+        backend = before
         workspace.release_pool()
 
 
@@ -174,52 +175,52 @@ def device_of(tensor: Tensor) -> tuple[str, int | None]:
 
     Ops choose their backend with this, never with ``tensor.device``, so that a fake device can stand in.
     """
-    return _backend.device_of(tensor)
+    return backend.device_of(tensor)
 
 
 def device_count() -> int:
     """CUDA devices that this process can use; 0 without a driver."""
-    return _backend.device_count()
+    return backend.device_count()
 
 
 def current_device() -> int:
     """Index of the calling thread's current CUDA device."""
-    return _backend.current_device()
+    return backend.current_device()
 
 
 def stream(index: int) -> int:
     """Raw handle of the calling thread's current stream on device ``index``, whichever device is current."""
-    return _backend.stream(index)
+    return backend.stream(index)
 
 
 def capturing(index: int) -> bool:
     """Whether the current stream of device ``index`` is capturing a CUDA graph."""
-    return _backend.capturing(index)
+    return backend.capturing(index)
 
 
 def empty(nbytes: int, index: int) -> Tensor:
     """``nbytes`` of uint8 on device ``index``, content undefined, allocated on that device's current stream."""
-    return _backend.empty(nbytes, index)
+    return backend.empty(nbytes, index)
 
 
 def uninitialized(shape: Sequence[int], dtype: torch.dtype, index: int) -> Tensor:
     """A dense tensor on CUDA device ``index``, content undefined; never filled (``workspace.uninitialized``)."""
-    return _backend.uninitialized(shape, dtype, index)
+    return backend.uninitialized(shape, dtype, index)
 
 
 def capability(index: int) -> tuple[int, int]:
     """Compute capability of device ``index``, such as (9, 0)."""
-    return _backend.capability(index)
+    return backend.capability(index)
 
 
 def sm_count(index: int) -> int:
     """Streaming multiprocessors of device ``index``. Nothing that det computes may depend on it."""
-    return _backend.sm_count(index)
+    return backend.sm_count(index)
 
 
 def synchronize(index: int | None = None) -> None:
     """Wait for all work on a device (None: the current one). For benchmarks and tests; ops never call it."""
-    _backend.synchronize(_backend.current_device() if index is None else index)
+    backend.synchronize(backend.current_device() if index is None else index)
 
 
 def side_stream(index: int | None = None) -> AbstractContextManager[int]:
@@ -228,7 +229,7 @@ def side_stream(index: int | None = None) -> AbstractContextManager[int]:
     The stream waits for the work queued before the block, and work queued after the block waits for it. The current
     device stays as it is.
     """
-    return _backend.side_stream(_backend.current_device() if index is None else index)
+    return backend.side_stream(backend.current_device() if index is None else index)
 
 
 def synchronize_forbidden() -> AbstractContextManager[None]:
@@ -238,7 +239,7 @@ def synchronize_forbidden() -> AbstractContextManager[None]:
     (CPU tensors stand in for device tensors then), under FakeCuda for tensors of the fake devices alone. On a machine
     with CUDA in use it also turns on torch's own synchronisation check.
     """
-    return _backend.synchronize_forbidden()
+    return backend.synchronize_forbidden()
 
 
 def uninitialized_like_torch(shape: Sequence[int], dtype: torch.dtype, where: torch.device) -> Tensor:
@@ -274,15 +275,15 @@ def device_arch(device: Any = None, *, package: HasLibraries | None = None) -> s
         TypeError: another Python type. ValueError: no such device. RuntimeError: no CUDA device at all.
         NotImplementedError: not a CUDA device, or a capability without programs; names it and what is supported.
     """
-    backend = _backend
+    answering = backend
     if type(device) is int:
-        known = backend.arch_memo.get((device, package))
+        known = answering.arch_memo.get((device, package))
         if known is not None:
             return known
-    index = _index(backend, device)
-    known = backend.arch_memo.get((index, package))
+    index = _index(answering, device)
+    known = answering.arch_memo.get((index, package))
     if known is None:
-        known = backend.arch_memo[index, package] = _arch(backend.capability(index), index, package)
+        known = answering.arch_memo[index, package] = _arch(answering.capability(index), index, package)
     return known
 
 
@@ -311,7 +312,7 @@ def _arch(capability: tuple[int, int], index: int, package: HasLibraries | None)
     )
 
 
-def _index(backend: Backend, device: Any) -> int:
+def _index(answering: Backend, device: Any) -> int:
     """The CUDA device index that ``device`` names."""
     import torch
 
@@ -330,12 +331,12 @@ def _index(backend: Backend, device: Any) -> int:
                 message("device_arch", "device", f"{str(device)!r}", f"a CUDA device: {supported}")
             )
         device = device.index
-    count = backend.device_count()
+    count = answering.device_count()
     if count == 0:
         raise RuntimeError(
             message("device_arch", "device", "CUDA on a machine without a CUDA device", "one", "or name arch=")
         )
-    index: int = backend.current_device() if device is None else device
+    index: int = answering.current_device() if device is None else device
     if not 0 <= index < count:
         raise ValueError(message("device_arch", "device", f"cuda:{index}", f"an index below {count}"))
     return index

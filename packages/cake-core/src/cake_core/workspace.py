@@ -73,7 +73,8 @@ def take(op: str, role: str, nbytes: int, device_index: int | None = None) -> Te
         check_int(nbytes, "nbytes", entry="take", minimum=0)
     if _keeps_nothing == config.generation():
         next(_unlocked)
-        return devices.empty(nbytes, devices.current_device() if device_index is None else device_index)
+        backend = devices.backend
+        return backend.empty(nbytes, backend.current_device() if device_index is None else device_index)
     return _take_pooled(op, role, nbytes, devices.current_device() if device_index is None else device_index)
 
 
