@@ -1,0 +1,217 @@
+"""``cake prebuild``: compile the libraries of ops before a run. A second call finds everything in the cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import registry
+from ..build import SIDECAR, BuildError, Event
+from ..errors import closest, message
+from ..ptxas import check_limits
+from ..spec import OpSpec
+from .output import Output, Progress, counted
+
+__all__ = ["run"]
+
+_ENTRY = "prebuild"
+_KINDS: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+
+
+@dataclass
+class _Library:
+    op: str
+    name: str
+    arch: str
+    state: str
+    """"built", "cached" or "failed"."""
+    seconds: float | None = None
+    error: str | None = None
+
+
+@dataclass
+class _Report:
+    """What happened to each library, collected from the events of the builds."""
+
+    progress: Progress
+    libraries: dict[tuple[str, str], _Library] = field(default_factory=dict)
+    expected: int = 0
+
+    def listener(self, op: str, arch: str) -> Callable[[Event], None]:
+        """The progress callback of one build of ``op``."""
+        before = self.expected
+
+        def receive(event: Event) -> None:
+            self.expected = before + event.total
+            if event.state == "started":
+                self.progress.update(event.library, done=len(self.libraries), total=self.expected)
+            states = {"finished": "built", "cached": "cached", "failed": "failed"}
+            if (state := states.get(event.state)) is not None:
+                self.add(_Library(op, event.library, arch, state, event.seconds, event.error))
+
+        return receive
+
+    def add(self, library: _Library) -> None:
+        """Record one library that is done and say so."""
+        self.libraries[library.op, library.name] = library
+        seconds = f" in {library.seconds:.1f} s" if library.state == "built" and library.seconds is not None else ""
+        if library.state != "cached":
+            self.progress.log(f"{library.state} {library.name}{seconds}")
+        self.progress.update(self.counts(), done=len(self.libraries), total=max(self.expected, len(self.libraries)))
+
+    def count(self, state: str) -> int:
+        """Libraries in ``state``."""
+        return sum(library.state == state for library in self.libraries.values())
+
+    def counts(self) -> str:
+        """``2 built, 1 cached``."""
+        return ", ".join(f"{n} {state}" for state in ("built", "cached", "failed") if (n := self.count(state)))
+
+    def slowest(self) -> _Library | None:
+        """The library whose compilation took longest."""
+        built = [library for library in self.libraries.values() if library.state == "built" and library.seconds]
+        return max(built, key=lambda library: library.seconds or 0, default=None)
+
+    def summary(self, seconds: float) -> str:
+        """The closing line."""
+        total = len(self.libraries)
+        head = counted(total, "library", "libraries")
+        if self.count("cached") == total:
+            return f"{head}, all cached" if total > 1 else f"{head}, cached"
+        slowest = self.slowest()
+        tail = f"; slowest {slowest.name} {slowest.seconds:.1f} s" if slowest else ""
+        return f"{head}: {self.counts()} in {seconds:.1f} s{tail}"
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Compile what is not cached; 1 when a library failed or exceeds its limits."""
+    specs = _chosen(args.ops, args.all)
+    params = _params(specs, args.param)
+    archs = {spec.name: args.arch or _device_arch(spec) for spec in specs}
+    started = time.monotonic()
+    errors: list[str] = []
+    with out.progress(_ENTRY) as progress:
+        report = _Report(progress)
+        for spec in specs:
+            arch = archs[spec.name]
+            try:
+                paths = _build(spec, arch, args.jobs, params[spec.name], report)
+            except BuildError as error:
+                errors.append(str(error))
+                continue
+            except NotImplementedError as error:
+                if not args.all:
+                    raise
+                progress.log(f"skipped {spec.name}: {error}")
+                continue
+            for name in (path.stem for path in paths):
+                if (spec.name, name) not in report.libraries:
+                    report.add(_Library(spec.name, name, arch, "cached"))
+    seconds = time.monotonic() - started
+    if not report.libraries and not errors:
+        raise NotImplementedError(
+            message(_ENTRY, "--arch", repr(args.arch), "one that an installed op has libraries for")
+        )
+    excess = _over_limits(specs, archs, report) if args.check_limits else []
+    failed = [library for library in report.libraries.values() if library.state == "failed"]
+    libraries = [asdict(library) for library in report.libraries.values()]
+    out.document({"libraries": libraries, "seconds": round(seconds, 3), "errors": errors, "over_limits": excess})
+    for error in [library.error or library.name for library in failed] or errors:
+        for line in error.splitlines():
+            if not line.startswith("command: "):  # it is in the log, and longer than a screen
+                out.line(line)
+    for line in excess:
+        out.line(line)
+    out.line(report.summary(seconds))
+    return 1 if failed or errors or excess else 0
+
+
+def _chosen(names: Sequence[str], everything: bool) -> list[OpSpec]:
+    if everything == bool(names):
+        got = "given together with --all" if names else "missing"
+        raise ValueError(message(_ENTRY, "OP", got, "op names or --all"))
+    return [registry.op_spec(name) for name in (registry.ops() if everything else dict.fromkeys(names))]
+
+
+def _params(specs: Sequence[OpSpec], texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Op -> its parameters among the ``NAME=VALUE`` texts; each must belong to at least one of the ops."""
+    params: dict[str, dict[str, Any]] = {spec.name: {} for spec in specs}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise ValueError(message(_ENTRY, "--param", repr(text), "NAME=VALUE"))
+        known = {param.name for spec in specs for param in spec.prebuild_params}
+        if name not in known:
+            wanted = "one of " + ", ".join(sorted(known)) if known else "no parameter for these ops"
+            raise TypeError(message(_ENTRY, "--param", repr(name) + closest(name, known), wanted))
+        for spec in specs:
+            for param in spec.prebuild_params:
+                if param.name == name:
+                    params[spec.name][name] = _value(param.kind, value, name)
+    return params
+
+
+def _value(kind: str, text: str, name: str) -> Any:
+    try:
+        return _KINDS[kind](text)
+    except ValueError:
+        raise ValueError(message(_ENTRY, f"--param {name}", repr(text), f"a value of type {kind}")) from None
+
+
+def _device_arch(spec: OpSpec) -> str:
+    from .. import device
+    from ..loader import kernel_package
+
+    if device.device_count() == 0:
+        raise RuntimeError(
+            message(_ENTRY, "--arch", "missing on a machine without a GPU", "an architecture", "such as --arch sm_90a")
+        )
+    return device.device_arch(package=kernel_package(spec.name))
+
+
+def _build(spec: OpSpec, arch: str, jobs: int | None, params: Mapping[str, Any], report: _Report) -> Sequence[Path]:
+    """Compile for the given parameters, or without any every library of the op's manifests for ``arch``."""
+    from ..lifecycle import prebuild
+    from ..loader import kernel_package
+
+    if params:
+        return prebuild(spec.name, arch=arch, max_workers=jobs, progress=report.listener(spec.name, arch), **params)
+    paths: list[Path] = []
+    served: set[str] = set()
+    for declared in spec.packages:
+        if declared.kind == "native":
+            package = kernel_package(spec.name, declared.name)
+            served.update(package.archs())
+            if names := package.libraries(arch):
+                paths += package.build(names, max_workers=jobs, progress=report.listener(spec.name, arch))
+    if not paths:
+        wanted = "one that has libraries: " + (", ".join(sorted(served)) or "none, the op runs on the CPU alone")
+        raise NotImplementedError(message(f"{_ENTRY} {spec.name}", "--arch", repr(arch), wanted))
+    return paths
+
+
+def _over_limits(specs: Sequence[OpSpec], archs: Mapping[str, str], report: _Report) -> list[str]:
+    """One line for each compiler warning and each kernel over the limits of its manifest."""
+    from ..loader import kernel_package
+
+    lines: list[str] = []
+    for spec in specs:
+        for declared in spec.packages:
+            if declared.kind != "native":
+                continue
+            package = kernel_package(spec.name, declared.name)
+            for name in package.libraries(archs[spec.name]):
+                library = report.libraries.get((spec.name, name))
+                if library is None or library.state == "failed":
+                    continue
+                sidecar = json.loads((package.path(name).parent / SIDECAR).read_text(encoding="utf-8"))
+                if "resources" in sidecar:
+                    lines += check_limits(package.manifest.library(name).limits, sidecar)
+                else:
+                    lines.append(f"{name}: prebuilt without a record of its resources; its limits cannot be checked")
+    return lines
