@@ -6,6 +6,7 @@ No state is kept here: a trainer builds several parsers in one process and may h
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -55,12 +56,10 @@ def validate_args(args: Any) -> None:
     """
     deterministic = check_deterministic(getattr(args, DETERMINISTIC_DEST, None), entry=_ENTRY)
     check_pool_bytes(getattr(args, POOL_DEST, None), entry=_ENTRY)
-    installed = registry.ops()
-    for name, known in registry.KNOWN_OPS.items():
-        if name not in installed:
-            _refuse_missing(args, name, known)
+    specs = [registry.op_spec(name) for name in registry.ops()]
+    _refuse_missing(args, specs)
     resolved: dict[str, str] = {}
-    for spec in map(registry.op_spec, installed):
+    for spec in specs:
         selected = any(_has(args, dest, value) for dest, value in spec.selected_by)
         if not selected:
             _refuse_orphans(args, spec)
@@ -106,9 +105,13 @@ def _refuse_orphans(args: Any, spec: OpSpec) -> None:
         raise ValueError(message(_ENTRY, _option(dest), repr(value), wanted, _selection(spec)))
 
 
-def _refuse_missing(args: Any, name: str, known: registry.KnownOp) -> None:
-    for dest, value in known.selectors:
-        if _has(args, dest, value):
+def _refuse_missing(args: Any, specs: Iterable[OpSpec]) -> None:
+    """A selector that names an op of the project needs that op, or another one that serves the selection."""
+    served = [pair for spec in specs for pair in spec.selected_by]
+    for name, known in registry.KNOWN_OPS.items():
+        for dest, value in known.selectors:
+            if (dest, value) in served or not _has(args, dest, value):
+                continue
             if name in registry.failures():
                 registry.op_spec(name, entry=_ENTRY)
             wanted = f"the op {name}, which is not installed"

@@ -8,12 +8,21 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any, Final
 
 from .arguments import add_arguments, validate_args
 from .config import configure as _configure
 
-__all__ = ["SOURCES", "add_arguments", "configure", "megatron_init", "release", "validate_args"]
+__all__ = [
+    "SOURCES",
+    "add_arguments",
+    "add_custom_arguments",
+    "configure",
+    "megatron_init",
+    "release",
+    "validate_args",
+]
 
 SOURCES: Final = ("cake",)
 
@@ -28,6 +37,23 @@ def release() -> int:
     from .lifecycle import release as release_all
 
     return release_all()
+
+
+def add_custom_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Stopgap for a trainer without the hooks: the callback that a launcher gives to miles' ``parse_args``.
+
+    It runs before miles' own flags, where a selector cannot be extended and a created one would collide with miles'. So
+    the flags are added whenever this parser starts to parse. A value that miles' closed selectors do not know is still
+    refused by miles itself, which parses once before with a parser of its own.
+    """
+    parse = parser.parse_known_args
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        add_arguments(parser, selectors=True)
+        return parse(*args, **kwargs)
+
+    parser.parse_known_args = parse_known_args
+    return parser
 
 
 def megatron_init(args: Any) -> None:

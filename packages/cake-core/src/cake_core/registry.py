@@ -242,7 +242,7 @@ def _admit_all(candidates: Iterable[_Candidate]) -> _Scan:
 def _refusal(spec: Any, candidate: _Candidate, owners: Mapping[str, str]) -> str:
     """Why a declaration that loaded cannot be used, or an empty string."""
     if not isinstance(spec, OpSpec):
-        return f"the entry point of {_origin(candidate)} is a {type(spec).__name__}; needs an OpSpec"
+        return f"the entry point of {_origin(candidate)} is of type {type(spec).__name__}; needs an OpSpec"
     if spec.name != candidate.name:
         return f"name is {spec.name!r}; needs {candidate.name!r}, the name of its entry point"
     if spec.api != RUNTIME_API:

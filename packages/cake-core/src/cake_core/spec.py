@@ -20,6 +20,9 @@ class _Required:
     def __repr__(self) -> str:
         return "REQUIRED"
 
+    def __reduce__(self) -> str:
+        return "REQUIRED"  # unpickles as the one object that `is REQUIRED` compares with
+
 
 REQUIRED: Final = _Required()
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {"switch": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
