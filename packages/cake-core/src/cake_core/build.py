@@ -154,8 +154,9 @@ class _Scheduler:
         self._busy_elsewhere: deque[str] = deque()
         self._units: deque[tuple[Compilation, int]] = deque()
         self._left: dict[Compilation, int] = {}
-        self._active = 0
-        self._errors: list[Exception] = []
+        self._opening = False
+        self._failed: set[str] = set()
+        self._errors: list[BaseException] = []
 
     def tell(
         self,
@@ -198,12 +199,9 @@ class _Scheduler:
         while (task := self._next()) is not None:
             try:
                 task()
-            except Exception as error:
+            except BaseException as error:
                 with self._change:
                     self._errors.append(error)
-            finally:
-                with self._change:
-                    self._active -= 1
                     self._change.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
@@ -211,30 +209,38 @@ class _Scheduler:
             while not self._errors:
                 if self._units:
                     compilation, unit = self._units.popleft()
-                    self._active += 1
                     return lambda: self._compile(compilation, unit)
-                if self._closed or self._busy_elsewhere:
-                    again = not self._closed
-                    name = (self._busy_elsewhere if again else self._closed).popleft()
-                    self._active += 1
-                    return lambda: self._open(name, _POLL_SECONDS if again else 0.0)
-                if not self._active:
+                if self._opening:
+                    self._change.wait()
+                    continue
+                again = not self._closed
+                if not (waiting := self._busy_elsewhere if again else self._closed):
                     return None
-                self._change.wait()
+                name = waiting.popleft()
+                self._opening = True
+                return lambda: self._open(name, _POLL_SECONDS if again else 0.0)
         return None
 
     def _open(self, name: str, pause: float) -> None:
+        try:
+            self._open_alone(name, pause)
+        finally:
+            with self._change:
+                self._opening = False
+                self._change.notify_all()
+
+    def _open_alone(self, name: str, pause: float) -> None:
         time.sleep(pause)
         path = self._paths[name]
         if (lock := lock_library(path)) is None:
             with self._change:
                 self._busy_elsewhere.append(name)
             return
+        if is_built(path):
+            lock.release()
+            self.tell("cached", name)
+            return
         try:
-            if is_built(path):
-                lock.release()
-                self.tell("cached", name)
-                return
             _refuse_if_forbidden(self._manifest, [name])
             compilation = Compilation(self._manifest, name, path, lock)
         except BaseException:
@@ -243,7 +249,6 @@ class _Scheduler:
         with self._change:
             self._left[compilation] = len(compilation.units)
             self._units.extend((compilation, unit) for unit in compilation.units)
-            self._change.notify_all()
         self.tell("started", name)
 
     def _compile(self, compilation: Compilation, unit: int) -> None:
@@ -257,14 +262,18 @@ class _Scheduler:
                 return
             compilation.finish()
         except Exception as error:
-            self.tell("failed", name, compilation.seconds, str(error))
+            with self._change:
+                again = name in self._failed
+                self._failed.add(name)
+            if not again:
+                self.tell("failed", name, compilation.seconds, str(error))
             raise
         with self._change:
             del self._left[compilation]
         compilation.close()
         self.tell("finished", name, compilation.seconds)
 
-    def _merged(self) -> Exception:
+    def _merged(self) -> BaseException:
         failures = [error for error in self._errors if isinstance(error, BuildError)]
         first = next((error for error in self._errors if not isinstance(error, BuildError)), None)
         if first is None and len(failures) == 1:
