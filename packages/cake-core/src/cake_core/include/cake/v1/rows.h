@@ -1,0 +1,60 @@
+// Checks of operands that a kernel reads as rows of 16-byte vectors of 8 BF16 (vec.cuh): for bindings, after
+// check_tensor.
+#pragma once
+
+#include <cstdint>
+
+#include "cake/v1/ffi.h"
+
+namespace cake {
+
+// ValueError unless `view` is BF16 of this rank, its rows (last dimension) are dense and it starts at a multiple of 16
+// bytes.
+inline void check_rows(const ffi::TensorView& view, const char* name, int rank) {
+  check_tensor(view, name, kBF16, rank);
+  check_aligned(view, name, 16);
+  if (view.size(rank - 1) > 1 && view.stride(rank - 1) != 1) {
+    TVM_FFI_THROW(ValueError) << name << ".stride(" << rank - 1 << ") is " << view.stride(rank - 1) << "; needs 1";
+  }
+}
+
+// The stride of `dim` in vectors of 8 elements, 0 where the dimension has one entry and the stride is never used.
+// ValueError for a stride that would leave the vector grid.
+inline int64_t stride_vecs(const ffi::TensorView& view, const char* name, int dim) {
+  if (view.size(dim) <= 1) return 0;
+  const int64_t stride = view.stride(dim);
+  if (stride < 0 || stride % 8 != 0) {
+    TVM_FFI_THROW(ValueError) << name << ".stride(" << dim << ") is " << stride
+                              << "; needs a multiple of 8, at least 0";
+  }
+  return stride / 8;
+}
+
+// True for an FP32, false for a BF16 vector of `size` dense elements; ValueError for anything else.
+inline bool check_fp32_or_bf16(const ffi::TensorView& view, const char* name, int64_t size) {
+  const bool fp32 = view.dtype() == kF32;
+  if (!fp32 && view.dtype() != kBF16) {
+    TVM_FFI_THROW(ValueError) << name << " is " << view.dtype() << "; needs float32 or bfloat16";
+  }
+  check_tensor(view, name, view.dtype(), 1);
+  check_size(view, name, 0, size);
+  check_dense(view, name);
+  return fp32;
+}
+
+// The [rows][columns] FP32 scratch of reduce_partial_rows; ValueError when it is missing or laid out differently.
+inline float* check_partial(const ffi::Optional<ffi::TensorView>& partial, int64_t rows, int64_t columns,
+                            DLDevice device) {
+  if (!partial.has_value())
+    TVM_FFI_THROW(ValueError) << "partial is None; needs [" << rows << ", " << columns << "] float32";
+  const ffi::TensorView view = partial.value();
+  check_tensor(view, "partial", kF32, 2);
+  check_size(view, "partial", 0, rows);
+  check_size(view, "partial", 1, columns);
+  check_dense(view, "partial");
+  check_aligned(view, "partial", 16);
+  check_device(view, "partial", device);
+  return data<float>(view);
+}
+
+}  // namespace cake

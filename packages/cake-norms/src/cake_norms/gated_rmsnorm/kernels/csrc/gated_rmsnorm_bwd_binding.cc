@@ -1,0 +1,57 @@
+// run(dx, dz, dweight, partial, dy, x, z, weight, eps, activation, partial_rows)
+#include "cake/v1/ffi.h"
+#include "gated_operands.h"
+#include "gated_rmsnorm_bwd.h"
+
+namespace cake::norms {
+namespace {
+
+// dx, dz, dy, x, z: [tokens][heads][D] BF16.  dweight, weight: [D], each BF16 or FP32.  activation: 0 silu, 1 sigmoid.
+// partial: [partial_rows][D] FP32 scratch, needed where dweight is and partial_rows > 1.
+// None for dx, dz or dweight: that gradient is not wanted. Nothing is written where there are no rows.
+void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dz, ffi::Optional<ffi::TensorView> dweight,
+         ffi::Optional<ffi::TensorView> partial, ffi::TensorView dy, ffi::TensorView x, ffi::TensorView z,
+         ffi::TensorView weight, double eps, int64_t activation, int64_t partial_rows) {
+  const DLDevice device = cuda_device(x, "x");
+  GatedRmsnormBwd p = {};
+  p.rows = check_x(x);
+  p.x_strides = row_strides(x, "x");
+  p.dy_strides = check_like_x(dy, "dy", x);
+  p.z_strides = check_like_x(z, "z", x);
+  p.weight_fp32 = check_weight(weight, x);
+  p.sigmoid = is_sigmoid(activation);
+  if (partial_rows < 1 || partial_rows > INT32_MAX) {
+    TVM_FFI_THROW(ValueError) << "partial_rows is " << partial_rows << "; needs 1 to 2^31 - 1";
+  }
+  if (dx.has_value()) {
+    p.dx_strides = check_like_x(dx.value(), "dx", x);
+    p.dx = dx.value().data_ptr();
+  }
+  if (dz.has_value()) {
+    p.dz_strides = check_like_x(dz.value(), "dz", x);
+    p.dz = dz.value().data_ptr();
+  }
+  if (dweight.has_value()) {
+    p.dweight_fp32 = check_fp32_or_bf16(dweight.value(), "dweight", x.size(2));
+    check_device(dweight.value(), "dweight", device);
+    p.dweight = dweight.value().data_ptr();
+    if (partial_rows > 1) p.partial = check_partial(partial, partial_rows, x.size(2), device);
+  }
+  if (p.rows == 0 || (p.dx == nullptr && p.dz == nullptr && p.dweight == nullptr)) return;
+  p.dy = dy.data_ptr();
+  p.x = x.data_ptr();
+  p.z = z.data_ptr();
+  p.weight = weight.data_ptr();
+  p.partial_rows = partial_rows;
+  p.heads = static_cast<int>(x.size(1));
+  p.head_dim = static_cast<int>(x.size(2));
+  p.eps = static_cast<float>(eps);
+  DeviceGuard guard(device);
+  launch_gated_rmsnorm_bwd(p, stream_of(device));
+  check_launch("gated_rmsnorm_bwd");
+}
+
+}  // namespace
+}  // namespace cake::norms
+
+CAKE_EXPORT_RUN(cake::norms::run);

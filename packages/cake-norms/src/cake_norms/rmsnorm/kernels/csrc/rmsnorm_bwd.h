@@ -1,0 +1,33 @@
+// rmsnorm backward: what the kernels and their binding share. Plain C++.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace cake::norms {
+
+struct RmsnormBwd {
+  void* dx;            // [rows][hidden] BF16, row stride dx_vecs; null: not wanted
+  void* dweight;       // [hidden] BF16 or FP32; null: not wanted
+  float* partial;      // [partial_rows][hidden] FP32 dense, scratch; null with one partial row or without dweight
+  const void* dy;      // [rows][hidden] BF16, row stride dy_vecs
+  const void* x;       // [rows][hidden] BF16, row stride x_vecs
+  const void* weight;  // [hidden] BF16 or FP32
+  const float* rstd;   // [rows], of the forward
+  int64_t rows;        // 1 .. 2^31 - 1
+  int64_t dx_vecs;     // row strides in 16-byte vectors of 8 elements
+  int64_t dy_vecs;
+  int64_t x_vecs;
+  int64_t partial_rows;  // CTAs: CTA i owns rows floor(i rows / partial_rows) to floor((i + 1) rows / partial_rows)
+  int hidden;            // multiple of 8
+  int vectors;           // V of the row's layout, 1 .. 4
+  int threads_per_row;   // power of two up to 32, or a multiple of 32 up to 512
+  int row_groups;        // rows that a CTA has in work at a time
+  bool weight_fp32;
+  bool dweight_fp32;
+};
+
+void launch_rmsnorm_bwd(const RmsnormBwd& p, cudaStream_t stream);
+
+}  // namespace cake::norms

@@ -1,0 +1,58 @@
+// run(dx, dweight, partial, dy, x, weight, rstd, vectors, threads_per_row, row_groups, partial_rows)
+#include "cake/v1/ffi.h"
+#include "rmsnorm_bwd.h"
+#include "rmsnorm_layout.h"
+
+namespace cake::norms {
+namespace {
+
+// dx, dy, x: [rows][hidden] BF16.  dweight, weight: [hidden], each BF16 or FP32.  rstd: [rows] FP32 of the forward.
+// partial: [partial_rows][hidden] FP32 scratch, needed where dweight is and partial_rows > 1.
+// None for dx or dweight: that gradient is not wanted. Nothing is written where there are no rows.
+void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dweight,
+         ffi::Optional<ffi::TensorView> partial, ffi::TensorView dy, ffi::TensorView x, ffi::TensorView weight,
+         ffi::TensorView rstd, int64_t vectors, int64_t threads_per_row, int64_t row_groups, int64_t partial_rows) {
+  const DLDevice device = cuda_device(x, "x");
+  check_x(x);
+  check_like_x(dy, "dy", x);
+  check_rstd(rstd, x);
+  const int64_t rows = x.size(0), hidden = x.size(1);
+  RmsnormBwd p = {};
+  p.weight_fp32 = check_weight(weight, x);
+  check_layout(hidden, vectors, threads_per_row, row_groups);
+  if (partial_rows < 1 || partial_rows > INT32_MAX) {
+    TVM_FFI_THROW(ValueError) << "partial_rows is " << partial_rows << "; needs 1 to 2^31 - 1";
+  }
+  p.dy_vecs = stride_vecs(dy, "dy", 0);
+  p.x_vecs = stride_vecs(x, "x", 0);
+  if (dx.has_value()) {
+    check_like_x(dx.value(), "dx", x);
+    p.dx_vecs = stride_vecs(dx.value(), "dx", 0);
+    p.dx = dx.value().data_ptr();
+  }
+  if (dweight.has_value()) {
+    p.dweight_fp32 = check_fp32_or_bf16(dweight.value(), "dweight", hidden);
+    check_device(dweight.value(), "dweight", device);
+    p.dweight = dweight.value().data_ptr();
+    if (partial_rows > 1) p.partial = check_partial(partial, partial_rows, hidden, device);
+  }
+  if (rows == 0 || (p.dx == nullptr && p.dweight == nullptr)) return;
+  p.dy = dy.data_ptr();
+  p.x = x.data_ptr();
+  p.weight = weight.data_ptr();
+  p.rstd = data<float>(rstd);
+  p.rows = rows;
+  p.partial_rows = partial_rows;
+  p.hidden = static_cast<int>(hidden);
+  p.vectors = static_cast<int>(vectors);
+  p.threads_per_row = static_cast<int>(threads_per_row);
+  p.row_groups = static_cast<int>(row_groups);
+  DeviceGuard guard(device);
+  launch_rmsnorm_bwd(p, stream_of(device));
+  check_launch("rmsnorm_bwd");
+}
+
+}  // namespace
+}  // namespace cake::norms
+
+CAKE_EXPORT_RUN(cake::norms::run);

@@ -1,0 +1,27 @@
+// The instructions of cake/v1/ptx.cuh in C++, for cuda_runtime_api.h of this folder.
+#pragma once
+
+#include "cuda_runtime_api.h"
+
+namespace cake::ptx {
+
+inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
+inline float ex2_approx_ftz(float x) { return flush(std::exp2(flush(x))); }
+inline float rcp_approx_ftz(float x) { return flush(1.f / flush(x)); }
+
+inline uint32_t to_bf16(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  if (f != f) return 0x7fff;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t cvt_rn_bf16x2(float low, float high) { return to_bf16(high) << 16 | to_bf16(low); }
+
+inline void bar_sync(int id, int threads) {
+  if (id < 0 || id > 15 || threads % 32 != 0) std::abort();
+  cuda_on_cpu::arrive(cuda_on_cpu::cta->barriers[id], threads);
+}
+
+inline void forget(uint4&) {}
+
+}  // namespace cake::ptx

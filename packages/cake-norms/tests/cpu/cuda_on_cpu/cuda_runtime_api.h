@@ -1,0 +1,229 @@
+// Runs the kernels' own sources lane by lane on the CPU: stands in for the CUDA headers when a .cu file is compiled by
+// the host compiler. Used by test_kernel_emulation.py alone.
+//
+// A CTA is run by one thread that switches between its lanes at every shuffle and barrier, in an order that a seed
+// shuffles: code that needs a barrier it does not have sees values that were not written yet. A shuffle or a barrier
+// that not all of its lanes reach ends the launch with an error instead of a hang. CTAs run one after another.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#define CUDART_VERSION 13000
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ static
+
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3() = default;
+  explicit dim3(unsigned n) : x(n) {}
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719 };
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+// ---- arithmetic: one rounding each, as on the device (-ffp-contract=off)
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frsqrt_rn(float a) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(a))); }
+inline float __uint_as_float(uint32_t bits) {
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+template <typename T>
+T __ldg(const T* p) {
+  return *p;
+}
+
+// ---- lanes
+namespace cuda_on_cpu {
+
+struct Lane {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  const void* waits_for = nullptr;  // the Gate below, or null: ready
+  bool done = false;
+};
+
+struct Gate {  // opens when `wanted` lanes have arrived
+  int arrived = 0;
+};
+
+struct Cta {
+  std::vector<Lane> lanes;
+  std::vector<Gate> warp_gates, barriers;
+  std::vector<float> exchange;  // one value per lane
+  std::vector<char> dynamic_smem;
+  ucontext_t scheduler;
+  std::function<void()> body;
+  int current = 0;
+};
+
+inline Cta* cta = nullptr;
+inline uint64_t random_state = 1;
+inline cudaError_t pending = cudaSuccess;
+inline long launches = 0;
+
+inline uint32_t random_below(uint32_t n) {
+  random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
+  return static_cast<uint32_t>(random_state >> 33) % n;
+}
+
+inline void arrive(Gate& gate, int wanted) {
+  Lane& me = cta->lanes[cta->current];
+  if (++gate.arrived == wanted) {
+    gate.arrived = 0;
+    for (Lane& lane : cta->lanes) {
+      if (lane.waits_for == &gate) lane.waits_for = nullptr;
+    }
+  } else {
+    me.waits_for = &gate;
+  }
+  swapcontext(&me.context, &cta->scheduler);
+}
+
+}  // namespace cuda_on_cpu
+
+struct Index {
+  unsigned x, y, z;
+};
+inline Index threadIdx{}, blockIdx{}, blockDim{1, 1, 1}, gridDim{1, 1, 1};
+
+inline void __syncthreads() { cuda_on_cpu::arrive(cuda_on_cpu::cta->barriers[0], blockDim.x); }
+
+inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
+  if (mask != 0xffffffffu) std::abort();
+  auto* cta = cuda_on_cpu::cta;
+  const int me = cta->current;
+  cuda_on_cpu::Gate& gate = cta->warp_gates[me / 32];
+  cta->exchange[me] = value;
+  cuda_on_cpu::arrive(gate, 32);
+  const float other = cta->exchange[me ^ distance];
+  cuda_on_cpu::arrive(gate, 32);
+  return other;
+}
+
+// ---- launch
+namespace cuda_on_cpu {
+
+inline void lane_main() {
+  cta->body();
+  cta->lanes[cta->current].done = true;
+  swapcontext(&cta->lanes[cta->current].context, &cta->scheduler);
+}
+
+// False when lanes are left that wait for lanes that never arrive.
+inline bool run_cta(Cta& work) {
+  cta = &work;
+  const int n = static_cast<int>(work.lanes.size());
+  for (Lane& lane : work.lanes) {
+    constexpr size_t kStack = 128 * 1024;
+    if (!lane.stack) lane.stack.reset(new char[kStack]);
+    lane.done = false;
+    lane.waits_for = nullptr;
+    getcontext(&lane.context);
+    lane.context.uc_stack.ss_sp = lane.stack.get();
+    lane.context.uc_stack.ss_size = kStack;
+    lane.context.uc_link = nullptr;
+    makecontext(&lane.context, lane_main, 0);
+  }
+  for (;;) {
+    bool ran = false, all_done = true;
+    const int start = static_cast<int>(random_below(n)), stride = 2 * static_cast<int>(random_below(n)) + 1;
+    for (int i = 0; i < n; ++i) {
+      // An odd stride visits every lane when n is a power of two; any lane it misses gets its turn in another round.
+      const int lane = static_cast<int>((start + static_cast<int64_t>(i) * stride) % n);
+      Lane& it = work.lanes[lane];
+      if (it.done || it.waits_for != nullptr) continue;
+      work.current = lane;
+      threadIdx.x = lane;
+      swapcontext(&work.scheduler, &it.context);
+      ran = true;
+    }
+    for (const Lane& lane : work.lanes) {
+      all_done &= lane.done;
+      ran |= !lane.done && lane.waits_for == nullptr;
+    }
+    if (all_done) return true;
+    if (!ran) return false;
+  }
+}
+
+inline cudaError_t fail(const char* what) {
+  std::fprintf(stderr, "cuda_on_cpu: %s\n", what);
+  return pending = cudaErrorLaunchFailure;
+}
+
+}  // namespace cuda_on_cpu
+
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
+  using namespace cuda_on_cpu;
+  const unsigned threads = config->blockDim.x;
+  if (config->gridDim.x == 0 || config->gridDim.x > 0x7fffffffu || threads == 0 || threads > 1024 ||
+      config->dynamicSmemBytes > 48 * 1024) {
+    return pending = cudaErrorInvalidConfiguration;
+  }
+  ++launches;
+  Cta work;
+  work.lanes.resize(threads);
+  work.warp_gates.resize((threads + 31) / 32);
+  work.barriers.resize(16);
+  work.exchange.resize(threads);
+  work.body = [&] { kernel(args...); };
+  blockDim.x = threads;
+  gridDim.x = config->gridDim.x;
+  for (unsigned block = 0; block < config->gridDim.x; ++block) {
+    blockIdx.x = block;
+    work.dynamic_smem.assign(config->dynamicSmemBytes + 16, static_cast<char>(0xff));  // NaN
+    if (!run_cta(work)) return fail("lanes wait at a shuffle or barrier that the others never reach");
+    for (const Gate& gate : work.barriers) {
+      if (gate.arrived != 0) return fail("a barrier is left half arrived");
+    }
+  }
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaGetLastError() { return std::exchange(cuda_on_cpu::pending, cudaSuccess); }
+inline const char* cudaGetErrorName(cudaError_t) { return "cuda_on_cpu"; }
+inline const char* cudaGetErrorString(cudaError_t) { return "see stderr"; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+
+extern "C" __attribute__((visibility("default"), used)) inline long cuda_on_cpu_launches() {
+  return cuda_on_cpu::launches;
+}
+extern "C" __attribute__((visibility("default"), used)) inline void cuda_on_cpu_seed(uint64_t seed) {
+  cuda_on_cpu::random_state = seed;
+}
