@@ -136,8 +136,8 @@ def run_bench(
     """Check and time every target; returns a ``cake-bench/1`` document.
 
     Args:
-        rows: the targets. A generator is read one compared group at a time, so it can make the operands of a shape when
-            the shape's turn comes and drop them afterwards.
+        rows: the targets. A generator is read one target beyond the compared group that runs, so it can make the
+            operands of a shape when its turn comes and drop them afterwards; two shapes are then alive at a time.
         device: where the operands are: "cuda", "cuda:1" or "cpu".
         rounds: timed calls of each target.
         git_sha: commit of the sources; None: the one of a source checkout, null when installed from a wheel.

@@ -250,17 +250,32 @@ def uninitialized_like_torch(shape: Sequence[int], dtype: torch.dtype, where: to
     """
     import torch
 
-    if not torch.are_deterministic_algorithms_enabled():
+    if not torch.are_deterministic_algorithms_enabled() or where.type not in ("cpu", "cuda"):
         return torch.empty(shape, dtype=dtype, device=where)
-    shape = tuple(shape)
     strides, elements = [1] * len(shape), 1
     for axis in range(len(shape) - 1, -1, -1):
         strides[axis] = elements
         elements *= max(shape[axis], 1)
-    if 0 in shape:
-        elements = 0
-    storage = torch.UntypedStorage(elements * dtype.itemsize, device=where)
-    return torch.empty(0, dtype=dtype, device=where).set_(storage, 0, shape, tuple(strides))
+    storage = torch.UntypedStorage(0 if 0 in shape else elements * dtype.itemsize, device=where)
+    return tensor_of(storage, dtype, 0, tuple(shape), tuple(strides))
+
+
+def tensor_of(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Tensor:
+    """A tensor, not a view of one, over ``storage``; ``offset`` in elements."""
+    import torch
+    from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
+
+    base = _no_elements.get((dtype, storage.device))
+    if base is None:
+        base = _no_elements[dtype, storage.device] = torch.empty(0, dtype=dtype, device=storage.device)
+    # A copy through DLPack has its own version counter, which a view would share, and is not filled, as another
+    # torch.empty would be.
+    return from_dlpack(to_dlpack(base)).set_(storage, offset, shape, strides)
+
+
+_no_elements: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def device_arch(device: Any = None, *, package: HasLibraries | None = None) -> str:

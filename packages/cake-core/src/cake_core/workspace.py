@@ -79,7 +79,6 @@ def take(op: str, role: str, nbytes: int, device_index: int | None = None) -> Te
 
 
 def _take_pooled(op: str, role: str, nbytes: int, index: int) -> Tensor:
-    key = (devices.stream(index), threading.get_ident(), op, role)
     with _lock:
         bound = _apply_bound()
         if nbytes == 0 or nbytes > bound:
@@ -87,6 +86,7 @@ def _take_pooled(op: str, role: str, nbytes: int, index: int) -> Tensor:
         elif devices.capturing(index):  # a graph must own its memory: nothing pooled goes in, nothing comes out
             _counts["captured"] += 1
         else:
+            key = (devices.stream(index), threading.get_ident(), op, role)
             return _pooled(key, nbytes, index, bound)
     return devices.empty(nbytes, index)
 

@@ -32,8 +32,8 @@ class Double(torch.autograd.Function):
         return run(x)
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return run(grad.contiguous())
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return run(grads[0].contiguous())
 
 
 def run(x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def test_a_copy_between_devices_lives_at_its_target() -> None:
 
 def test_two_devices_do_not_mix_in_one_operator() -> None:
     with FakeCuda(), pytest.raises(RuntimeError, match="cuda:0 and cuda:1"):
-        torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+        torch.add(torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1"))
 
 
 def test_an_op_runs_forward_and_backward_on_the_operands_device() -> None:

@@ -45,7 +45,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..device import Backend, installed, uninitialized_like_torch
+from ..device import Backend, installed, tensor_of, uninitialized_like_torch
 from ..errors import check_int, message
 from .host_reads import HostReadsForbidden, target_of_to
 from .launches import Launch, recorded_launches
@@ -199,7 +199,8 @@ class FakeCuda(Backend):
         # torch aligns CPU memory to 64 bytes, CUDA memory to 512.
         raw = uninitialized_like_torch((nbytes + _ALIGNMENT,), torch.uint8, torch.device("cpu"))
         skip = -raw.data_ptr() % _ALIGNMENT
-        tensor = raw[skip : skip + nbytes].view(dtype).view(tuple(shape))
+        strides = torch.empty(shape, device="meta").stride()
+        tensor = tensor_of(raw.untyped_storage(), dtype, skip // dtype.itemsize, tuple(shape), strides)
         return self._settle(tensor, index, by="runtime", nbytes=nbytes)
 
     def capability(self, index: int) -> tuple[int, int]:

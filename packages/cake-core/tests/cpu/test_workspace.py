@@ -1,0 +1,374 @@
+"""The workspace pool over fake CUDA devices."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import timeit
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cake_core import configure, device, workspace
+from cake_core.testing.fake_cuda import FakeCuda
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    with FakeCuda(devices=2) as installed:
+        yield installed
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def bound(nbytes: int) -> None:
+    configure(cake_workspace_pool_bytes=nbytes)
+
+
+def take(role: str, nbytes: int, index: int | None = None) -> Tensor:
+    return workspace.take("demo", role, nbytes, index)
+
+
+class Counted:
+    """What ``stats`` counted since this object was made."""
+
+    def __init__(self) -> None:
+        self.before = workspace.stats()
+
+    def __call__(self, *names: str) -> tuple[int, ...]:
+        now = workspace.stats()
+        return tuple(now[name] - self.before[name] for name in names)
+
+
+def held() -> dict[int, int]:
+    return workspace.stats()["held"]
+
+
+def test_without_a_bound_every_take_is_an_allocation_and_nothing_is_kept(fake: FakeCuda) -> None:
+    """R62: bound 0, the default."""
+    counted = Counted()
+    kept = [take("a", 128, 1) for _ in range(3)]
+    assert len({buffer.data_ptr() for buffer in kept}) == 3
+    assert [(a.index, a.nbytes) for a in fake.allocations] == [(1, 128)] * 3
+    assert (workspace.stats()["entries"], held()) == (0, {})
+    assert workspace.release_pool() == 0
+    assert counted("requests", "bypassed", "hits", "misses") == (3, 3, 0, 0)
+
+
+def test_without_a_bound_the_current_stream_of_the_device_is_used(fake: FakeCuda) -> None:
+    """R62: a plain allocation on the current stream."""
+    with fake.on_stream(1, 5):
+        take("a", 16, 1)
+    assert [(a.index, a.stream) for a in fake.allocations] == [(1, 5)]
+
+
+class Immediate(device.Backend):
+    """Answers at once, so that what remains is the cost of ``take`` itself."""
+
+    buffer = torch.empty(64, dtype=torch.uint8)
+
+    def empty(self, nbytes: int, index: int) -> Tensor:
+        return self.buffer
+
+
+def test_without_a_bound_take_adds_150_ns_to_the_allocation() -> None:
+    """R63: median of 5, each the best of several short runs."""
+    with device.installed(Immediate()):
+        take("a", 64, 0)
+
+        def added() -> float:
+            runs = {
+                name: min(timeit.repeat(call, number=2000, repeat=10)) / 2000 * 1e9
+                for name, call in (
+                    ("take", lambda: workspace.take("demo", "a", 64, 0)),
+                    ("empty", lambda: device.empty(64, 0)),
+                )
+            }
+            return runs["take"] - runs["empty"]
+
+        # A plain Python call takes 25 ns on an idle machine; on a busy or slow one everything takes longer alike.
+        call = min(timeit.repeat(lambda: held, number=2000, repeat=10)) / 2000 * 1e9
+        assert statistics.median(added() for _ in range(5)) <= 150 * max(1, call / 25)
+
+
+def test_a_bound_keeps_one_buffer_per_role_and_gives_it_whole(fake: FakeCuda) -> None:
+    """R64: a smaller or equal request is a hit on the same memory."""
+    bound(1000)
+    first = take("a", 100)
+    counted = Counted()
+    for nbytes in (100, 1, 60):
+        again = take("a", nbytes)
+        assert again.data_ptr() == first.data_ptr()
+        assert again.numel() == 100
+    assert counted("hits", "misses") == (3, 0)
+    assert len(fake.allocations) == 1
+
+
+def test_a_larger_request_replaces_the_buffer(fake: FakeCuda) -> None:
+    """R64: the old buffer does not stay beside the new one."""
+    bound(1000)
+    take("a", 100)
+    counted = Counted()
+    assert take("a", 300).numel() == 300
+    assert counted("misses", "entries", "evicted") == (1, 0, 0)
+    assert held() == {0: 300}
+
+
+def test_streams_devices_roles_and_ops_do_not_share(fake: FakeCuda) -> None:
+    """R65: every part of the key separates buffers."""
+    bound(10_000)
+    pointers = [take("a", 64, 0), take("a", 64, 1), take("b", 64, 0), workspace.take("other", "a", 64, 0)]
+    with fake.on_stream(0, 3):
+        pointers.append(take("a", 64, 0))
+    assert len({buffer.data_ptr() for buffer in pointers}) == 5
+    assert workspace.stats()["entries"] == 5
+
+
+def test_threads_that_share_a_stream_do_not_share_buffers(fake: FakeCuda) -> None:
+    """R65: same device, same stream, same role, two threads."""
+    bound(10_000)
+    mine, theirs = take("a", 64), list[Tensor]()
+    thread = threading.Thread(target=lambda: theirs.extend([take("a", 64), take("a", 64)]))
+    thread.start()
+    thread.join()
+    assert theirs[0].data_ptr() == theirs[1].data_ptr() != mine.data_ptr()
+
+
+def test_a_request_above_the_bound_is_served_and_not_kept(fake: FakeCuda) -> None:
+    """R66: the small buffer of the same role stays."""
+    bound(100)
+    small = take("a", 60)
+    counted = Counted()
+    assert take("a", 101).numel() == 101
+    assert counted("bypassed", "evicted") == (1, 0)
+    assert held() == {0: 60}
+    assert take("a", 60).data_ptr() == small.data_ptr()
+    assert take("b", 100).numel() == 100
+    assert held() == {0: 100}, "a request equal to the bound is kept"
+
+
+def test_the_least_recently_used_buffer_goes_first(fake: FakeCuda) -> None:
+    """R67: a hit makes a buffer recent and evicts nothing."""
+    bound(300)
+    buffers = {role: take(role, 100) for role in "abc"}
+    counted = Counted()
+    take("a", 100)
+    assert counted("evicted") == (0,)
+    take("d", 100)
+    assert counted("evicted") == (1,)
+    for role in "ac":
+        assert take(role, 100).data_ptr() == buffers[role].data_ptr()
+    assert counted("misses", "hits", "evicted") == (1, 3, 1)
+    take("b", 200)
+    assert counted("misses", "evicted") == (2, 3), "b was the evicted one; d and a make room for it"
+    assert take("c", 100).data_ptr() == buffers["c"].data_ptr()
+    assert held() == {0: 300}
+
+
+def test_eviction_on_one_device_leaves_the_other_alone(fake: FakeCuda) -> None:
+    """R67: the bound is per device."""
+    bound(100)
+    first = take("a", 100, 1)
+    take("a", 100, 0)
+    take("b", 100, 0)
+    assert take("a", 100, 1).data_ptr() == first.data_ptr()
+    assert held() == {0: 100, 1: 100}
+
+
+@pytest.mark.parametrize("request_of", ["hit", "miss", "above the bound", "empty"])
+def test_a_lowered_bound_is_in_force_at_the_next_request(fake: FakeCuda, request_of: str) -> None:
+    """R68: on every device, whatever the next request is."""
+    bound(300)
+    for index in (0, 1):
+        for role in "abc":
+            take(role, 100, index)
+    bound(150)
+    assert held() == {0: 300, 1: 300}
+    take(*{"hit": ("c", 100), "miss": ("d", 40), "above the bound": ("d", 400), "empty": ("d", 0)}[request_of], 0)
+    assert all(nbytes <= 150 for nbytes in held().values())
+    assert held()[1] == 100
+
+
+def test_a_bound_lowered_to_0_empties_the_pool(fake: FakeCuda) -> None:
+    """R68: and raising it again starts afresh."""
+    bound(300)
+    first = take("a", 100)
+    configure()
+    assert take("a", 100).data_ptr() != first.data_ptr()
+    assert (held(), workspace.stats()["entries"]) == ({}, 0)
+    bound(300)
+    take("a", 100)
+    assert held() == {0: 100}
+
+
+def test_a_capturing_stream_takes_nothing_from_the_pool_and_leaves_nothing(fake: FakeCuda) -> None:
+    """R69: both directions; another stream of the device goes on using the pool."""
+    bound(1000)
+    pooled = take("a", 100)
+    counted = Counted()
+    with fake.capture(0):
+        captured = [take("a", 100), take("b", 100)]
+        with fake.on_stream(0, 4):
+            take("a", 100)
+    assert counted("captured", "hits", "misses") == (2, 0, 1)
+    assert pooled.data_ptr() not in {buffer.data_ptr() for buffer in captured}
+    assert held() == {0: 200}
+    assert take("a", 100).data_ptr() == pooled.data_ptr()
+    assert take("b", 100).data_ptr() != captured[1].data_ptr()
+
+
+def test_a_device_that_is_not_current_is_asked_for_its_own_stream_and_capture(fake: FakeCuda) -> None:
+    """R70: stream and capture state of the device named, not of the current one."""
+    bound(1000)
+    with fake.on_stream(1, 7):
+        on_7 = take("a", 100, 1)
+    on_default = take("a", 100, 1)
+    assert on_7.data_ptr() != on_default.data_ptr()
+    assert [(a.index, a.stream) for a in fake.allocations] == [(1, 7), (1, 0)]
+    with fake.capture(0):
+        assert take("a", 100, 1).data_ptr() == on_default.data_ptr()
+    counted = Counted()
+    with fake.capture(1):
+        take("a", 100, 1)
+    assert counted("captured") == (1,)
+
+
+def test_no_device_named_is_the_current_one(fake: FakeCuda) -> None:
+    """R70: at bound 0 and with a bound."""
+    fake.current = 1
+    for nbytes in (0, 1000):
+        bound(nbytes)
+        take("a", 100)
+    assert {a.index for a in fake.allocations} == {1}
+    assert held() == {1: 100}
+
+
+def test_eight_threads_leave_the_books_consistent(fake: FakeCuda) -> None:
+    """R71: held bytes equal the sum over the entries, and every request is counted."""
+    bound(5000)
+    counted = Counted()
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for step in range(200):
+                nbytes = 1 + (seed * 7919 + step * 104729) % 3000
+                assert take("abc"[step % 3], nbytes, step % 2).numel() >= nbytes
+                if step % 50 == 49:
+                    workspace.release_pool()
+                if seed == 0 and step % 20 == 0:
+                    bound((0, 5000, 2000)[step // 20 % 3])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert counted("requests") == (1600,)
+    sizes = {index: sum(size for size, _ in pool.buffers.values()) for index, pool in workspace._pools.items()}
+    assert held() == {index: size for index, size in sizes.items() if size}
+    assert all(size <= 5000 for size in sizes.values())
+
+
+def test_stats_add_up(fake: FakeCuda) -> None:
+    """R72: every request is in exactly one class."""
+    counted = Counted()
+    take("a", 10)
+    bound(100)
+    take("a", 10)
+    take("a", 10)
+    take("a", 101)
+    take("a", 0)
+    take("b", 95, 1)
+    take("c", 95, 1)
+    with fake.capture(0):
+        take("a", 10)
+    names = ("requests", "hits", "misses", "bypassed", "captured", "evicted", "entries")
+    assert counted(*names) == (8, 1, 3, 3, 1, 1, 2)
+    assert held() == {0: 10, 1: 95}
+    assert workspace.stats() == workspace.stats(), "reading counts nothing"
+    assert workspace.release_pool() == 105
+    assert (held(), workspace.stats()["entries"]) == ({}, 0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1000])
+def test_an_empty_request_gives_an_empty_tensor_and_keeps_nothing(fake: FakeCuda, nbytes: int) -> None:
+    """R73: with and without a bound."""
+    bound(nbytes)
+    empty = take("a", 0, 1)
+    assert (empty.numel(), empty.dtype, fake.index_of(empty)) == (0, torch.uint8, 1)
+    assert workspace.stats()["entries"] == 0
+
+
+@pytest.mark.parametrize("pool", [0, 1000])
+@pytest.mark.parametrize(
+    ("nbytes", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError), ("8", TypeError), (None, TypeError)]
+)
+def test_a_size_that_is_no_count_is_refused(fake: FakeCuda, pool: int, nbytes: object, error: type) -> None:
+    """R73: negative or not an int."""
+    bound(pool)
+    with pytest.raises(error, match="take: nbytes is"):
+        take("a", nbytes)  # type: ignore[arg-type]
+    assert fake.allocations == []
+
+
+@pytest.mark.parametrize("pool", [0, 4096])
+def test_a_buffer_is_uint8_in_one_dimension_and_aligned(fake: FakeCuda, pool: int) -> None:
+    """R64: the contract of every ``take``."""
+    bound(pool)
+    buffer = take("a", 777)
+    assert (buffer.dtype, buffer.shape, buffer.data_ptr() % 256) == (torch.uint8, (777,), 0)
+
+
+@pytest.mark.parametrize("pool", [0, 1 << 20])
+def test_deterministic_mode_does_not_fill_a_buffer(fake: FakeCuda, pool: int, deterministic: None) -> None:
+    """R74: torch.empty is filled with 0xFF in this mode, a buffer is not, and no fill operator runs."""
+    bound(pool)
+    workspace.uninitialized((1,), torch.float32, "cpu")  # the first one of a dtype makes the tensor that is copied
+    take("first", 1)
+    assert bool((torch.empty(1 << 16, dtype=torch.uint8) == 0xFF).all()), "the trap that take avoids"
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        buffers = [take(role, 1 << 16) for role in "abcd"]
+        outputs = [workspace.uninitialized((1 << 14,), torch.float32, where) for where in ("cpu", "cuda:1")]
+    events = trace.events()
+    assert events is not None
+    assert [event.name for event in events if "fill" in event.name] == []
+    assert not any(bool((b == 0xFF).all()) for b in buffers)
+    assert not any(bool((o.view(torch.uint8) == 0xFF).all()) for o in outputs)
+
+
+def test_an_uninitialized_tensor_lives_where_it_is_asked_to(fake: FakeCuda) -> None:
+    """R74: index, string and torch.device; "cuda" is the current device."""
+    fake.current = 1
+    homes: list[tuple[object, int | None]] = [
+        (0, 0),
+        ("cuda:0", 0),
+        (torch.device("cuda", 1), 1),
+        ("cuda", 1),
+        ("cpu", None),
+        (torch.device("cpu"), None),
+    ]
+    for where, home in homes:
+        tensor = workspace.uninitialized((2, 3), torch.bfloat16, where)  # type: ignore[arg-type]
+        assert fake.index_of(tensor) == home
+        assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((2, 3), torch.bfloat16, True)
+
+
+def test_leaving_a_fake_device_drops_its_buffers() -> None:
+    """R65: a buffer of one backend is never handed to another."""
+    bound(1000)
+    with FakeCuda():
+        inside = take("a", 100)
+    assert workspace.stats()["entries"] == 0
+    with FakeCuda():
+        assert take("a", 100).data_ptr() != inside.data_ptr()
