@@ -1,0 +1,133 @@
+"""Lanes, partitions and library names: functions of shapes alone (norms spec 3.5, 7.3, 7.6). Torch-free."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+from cake_norms.gated_rmsnorm import plan as gated
+from cake_norms.rmsnorm import plan as rms
+
+# H -> (vectors of a lane, threads of a row): the normative table of the order of sums.
+LANES = {
+    128: (1, 16), 256: (1, 32), 512: (2, 32), 768: (3, 32), 1024: (4, 32), 1536: (3, 64), 2048: (4, 64),
+    2304: (3, 96), 2560: (2, 160), 2880: (4, 96), 4096: (4, 128), 5120: (4, 160), 5376: (3, 224), 6144: (4, 192),
+    7168: (4, 224), 8192: (4, 256), 16384: (4, 512),
+}  # fmt: skip
+ROW_COUNTS = [*range(1, 3001), 8191, 32768, 2**20, 2**31 - 1]
+
+
+@pytest.mark.parametrize("hidden", LANES)
+def test_the_lanes_are_those_of_the_table(hidden: int) -> None:
+    lanes = rms.lanes(hidden)
+    assert (lanes.vectors, lanes.threads_per_row) == LANES[hidden]
+
+
+def test_the_lanes_of_every_width_cover_the_row() -> None:
+    for hidden in range(8, 16385, 8):
+        lanes = rms.lanes(hidden)
+        vectors = hidden // 8
+        assert lanes.vectors * lanes.threads_per_row >= vectors
+        assert 1 <= lanes.vectors <= 4
+        assert lanes.threads_per_row <= 512
+        if vectors <= 32:
+            assert lanes.vectors == 1
+            assert lanes.threads_per_row & (lanes.threads_per_row - 1) == 0, "a power of two inside a warp"
+            assert lanes.threads_per_row < 2 * vectors
+        else:
+            assert lanes.threads_per_row % 32 == 0, "whole warps"
+
+
+def check_partition(rows: int, groups: int, partials: int, chain: int = 256) -> None:
+    """CTA i takes [i T / P, (i + 1) T / P): all rows once, no CTA without a row, chains within the bound."""
+    assert 1 <= partials <= rows
+    shortest, longest = rows // partials, -(-rows // partials)
+    assert shortest >= 1
+    assert -(-longest // groups) <= chain
+
+
+@pytest.mark.parametrize("hidden", [8, 256, 2048, 5120, 16384])
+def test_the_backward_partition_covers_every_row_once(hidden: int) -> None:
+    for rows in ROW_COUNTS:
+        plan = rms.plan_backward(rows, hidden)
+        check_partition(rows, plan.row_groups, plan.partial_rows)
+        if rows <= 3000:
+            cuts = [i * rows // plan.partial_rows for i in range(plan.partial_rows + 1)]
+            assert cuts[0] == 0
+            assert cuts[-1] == rows
+            assert all(a < b for a, b in itertools.pairwise(cuts))
+        assert plan.row_groups * plan.threads_per_row <= 512
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_gated_partition_covers_every_row_once(dim: int) -> None:
+    for rows in ROW_COUNTS:
+        plan = gated.plan_backward(rows, dim)
+        assert plan.row_groups == 1024 // dim
+        check_partition(rows, plan.row_groups, plan.partial_rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "groups", "partials"),
+    [
+        (512, 4096, 2, 128),  # the small call of the spec: 128 CTAs of 2 rows a group
+        (32768, 2048, 4, 528),
+        (8192, 2048, 4, 256),
+        (65536, 4096, 2, 528),
+        (1, 2048, 4, 1),
+        (2**20, 16384, 1, 4224),
+    ],
+)
+def test_the_backward_partition_is_the_specs(rows: int, hidden: int, groups: int, partials: int) -> None:
+    """The numbers that fix dweight's bits, worked out by hand from the formula."""
+    plan = rms.plan_backward(rows, hidden)
+    assert (plan.row_groups, plan.partial_rows) == (groups, partials)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "partials"), [(1, 128, 1), (64, 128, 2), (32768 * 32, 128, 1056), (2**23, 128, 4224)]
+)
+def test_the_gated_partition_is_the_specs(rows: int, dim: int, partials: int) -> None:
+    assert gated.plan_backward(rows, dim).partial_rows == partials
+
+
+@pytest.mark.parametrize("sm_count", [78, 114, 132, 148])
+def test_no_plan_depends_on_the_sm_count(sm_count: int) -> None:
+    """N06: number and order of partial sums depend on the sizes only, whatever device is current."""
+    from cake_core.testing.fake_cuda import FakeCuda
+
+    def plans() -> list[object]:
+        rms.plan_backward.cache_clear()
+        gated.plan_backward.cache_clear()
+        return [(rms.plan_backward(t, 2048), gated.plan_backward(t, 128)) for t in range(1, 65)]
+
+    free = plans()
+    with FakeCuda(sm_count=sm_count):
+        assert plans() == free
+    for function in (rms.plan_backward, gated.plan_backward, rms.lanes):
+        names = inspect.signature(inspect.unwrap(function)).parameters
+        assert set(names) <= {"rows", "hidden_size", "head_dim"}, "no plan takes a device"
+
+
+def test_the_scratch_of_a_backward_is_bounded() -> None:
+    """dweight partials do not grow with the tokens of a call of ordinary size: 4 P H bytes."""
+    for rows, hidden, megabytes in ((32768, 2048, 4.4), (32768, 4096, 8.8), (32768, 16384, 34.7), (10**6, 4096, 70)):
+        assert rms.plan_backward(rows, hidden).partial_bytes(hidden) <= megabytes * 1e6
+    assert gated.plan_backward(32768 * 32, 128).partial_bytes(128) == 4 * 1056 * 128
+
+
+@pytest.mark.parametrize(
+    ("arch", "built"),
+    [
+        ("sm_80", "sm_80"),
+        ("sm_90a", "sm_90a"),
+        ("sm_100a", "sm_100a"),
+        ("sm_103a", "sm_103a"),
+        ("sm_107a", "sm_80"),
+        ("sm_120a", "sm_80"),
+    ],
+)
+def test_other_architectures_run_the_portable_library(arch: str, built: str) -> None:
+    assert rms.libraries(arch, hidden_size=64)["rmsnorm"] == (f"rmsnorm_fwd_{built}", f"rmsnorm_bwd_{built}")
+    assert gated.libraries(arch)["gated_rmsnorm"] == (f"gated_rmsnorm_fwd_{built}", f"gated_rmsnorm_bwd_{built}")
