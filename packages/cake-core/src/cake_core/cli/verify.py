@@ -169,20 +169,23 @@ def _compare(
             error = assert_rel_rms(tensor, want[name], budget, name)
         except AssertionError as failure:
             row.problems.append(f"{shape}: {_text(failure)}")
-            error = _relative_rms(tensor, want[name]) if tensor.shape == want[name].shape else float("nan")
-        if row.error is None or row.budget is None or not _share(error, budget) <= _share(row.error, row.budget):
+            error = _relative_rms(tensor, want[name]) if tensor.shape == want[name].shape else math.nan
+        if row.error is None or row.budget is None or _share(error, budget) > _share(row.error, row.budget):
             row.output, row.shape, row.error, row.budget = name, shape, error, budget
 
 
 def _share(error: float, budget: float) -> float:
-    return error / budget if budget else error and float("inf")
+    """How much of its budget an error takes; NaN is worse than any number."""
+    if math.isnan(error):
+        return math.inf
+    return error / budget if budget else error and math.inf
 
 
 def _relative_rms(got: Tensor, want: Tensor) -> float:
     """Error of an output that the gate refused; infinite where the definition is exactly zero."""
     want = want.double().to(got.device)
     norm = float(want.norm())
-    return float((got.detach().double() - want).norm()) / norm if norm else float("inf")
+    return float((got.detach().double() - want).norm()) / norm if norm else math.inf
 
 
 def _repeat(

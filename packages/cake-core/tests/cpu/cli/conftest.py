@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pty
 import subprocess
@@ -12,10 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cake_core import manifest
+from cake_core import manifest, registry, toolchain
+from cake_core.testing.fake_toolchain import FakeToolchain, write_kernels
 
 OP = """
 from cake_core.spec import Flag, OpSpec, Package, Param
+
+
+def check_width(width):
+    if width < 1:
+        raise ValueError(f"toy: width is {width}; needs at least 1")
+
+def libraries(arch, width):
+    return {"toy": (f"toy_fwd_{arch}", f"toy_bwd_{arch}")[:width]}
+
 
 OP = OpSpec(
     name="toy",
@@ -24,9 +35,9 @@ OP = OpSpec(
     impl="cake_toy.api",
     entry_points=("double",),
     flags=(Flag("cake_toy_check", help="check operands"), Flag("cake_toy_secret", help="not shown", hidden=True)),
-    prebuild_params=(Param("width"),),
+    prebuild_params=(Param("width", check=check_width),),
     packages=(Package("toy", "native", "kernels"),),
-    libraries=lambda arch, width: {"toy": (f"toy_{arch}",)},
+    libraries=libraries,
 )
 """
 API = """
@@ -68,13 +79,6 @@ def make_case(*, device, seed, n):
 
     return Case(run={"fwd": forward, "bwd": backward}, want=want, traffic={"fwd": 8 * n, "bwd": 4 * n})
 """
-MANIFEST_TOP = 'package = "cake_toy"\n'
-PROGRAM = """
-[[program]]
-name = "toy"
-sources = ["csrc/toy.cu", "csrc/toy_binding.cc"]
-archs = [{archs}]
-"""
 
 
 @dataclass
@@ -90,13 +94,18 @@ class Toy:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text), encoding="utf-8")
 
-    def write_manifest(self, archs: tuple[str, ...] = ("sm_90a",)) -> None:
-        """libraries.toml, sources that are never compiled, and the build.json made from them."""
-        quoted = ", ".join(f'"{arch}"' for arch in archs)
-        self.write("kernels/libraries.toml", MANIFEST_TOP + PROGRAM.format(archs=quoted))
-        self.write("kernels/csrc/toy.cu", "// kernel")
-        self.write("kernels/csrc/toy_binding.cc", "// binding")
-        manifest.write(self.folder / "kernels")
+    def write_manifest(
+        self,
+        archs: tuple[str, ...] = ("sm_90a",),
+        *,
+        limits: str = "",
+        programs: tuple[str, ...] = ("toy_fwd", "toy_bwd"),
+    ) -> Path:
+        """A kernels folder for the fake compilers, with its build.json."""
+        more = dict.fromkeys(programs, f"limits = {{ {limits} }}") if limits else {}
+        folder = write_kernels(self.folder / "kernels", programs, package="cake_toy", archs=archs, more=more)
+        manifest.write(folder)
+        return folder
 
     def add_entry_point(self, name: str, value: str) -> None:
         """One more op of the distribution."""
@@ -178,3 +187,21 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
     yield toy
     for module in [name for name in sys.modules if name.partition(".")[0] == "cake_toy"]:
         del sys.modules[module]
+
+
+@pytest.fixture
+def installed(toy: Toy) -> Iterator[Toy]:
+    """The op as the only one of this process."""
+    toy.write_manifest()
+    with registry.override({"toy": importlib.import_module("cake_toy.op").OP}):
+        yield toy
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolchain:
+    """Compilers that take milliseconds, for this process and for its children."""
+    fake = FakeToolchain(tmp_path / "tools")
+    for name, value in fake.environment().items():
+        monkeypatch.setenv(name, value)
+    toolchain.forget()
+    return fake
