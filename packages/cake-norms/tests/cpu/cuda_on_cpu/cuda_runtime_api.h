@@ -158,25 +158,32 @@ inline bool run_cta(Cta& work) {
     lane.context.uc_link = nullptr;
     makecontext(&lane.context, lane_main, 0);
   }
+  const uint32_t warps = static_cast<uint32_t>(work.warp_gates.size());
+  uint32_t paused = warps, rounds_left = 0;
   for (;;) {
-    bool ran = false, all_done = true;
+    if (rounds_left-- == 0) {  // hold one warp back for a while, so that the others run ahead as far as they can
+      paused = random_below(2 * warps);
+      rounds_left = random_below(48);
+    }
+    bool advanced = false, ready = false, all_done = true;
     const int start = static_cast<int>(random_below(n)), stride = 2 * static_cast<int>(random_below(n)) + 1;
     for (int i = 0; i < n; ++i) {
       // An odd stride visits every lane when n is a power of two; any lane it misses gets its turn in another round.
       const int lane = static_cast<int>((start + static_cast<int64_t>(i) * stride) % n);
       Lane& it = work.lanes[lane];
-      if (it.done || it.waits_for != nullptr) continue;
+      if (it.done || it.waits_for != nullptr || lane / 32 == static_cast<int>(paused)) continue;
       work.current = lane;
       threadIdx.x = lane;
       swapcontext(&work.scheduler, &it.context);
-      ran = true;
+      advanced = true;
     }
     for (const Lane& lane : work.lanes) {
       all_done &= lane.done;
-      ran |= !lane.done && lane.waits_for == nullptr;
+      ready |= !lane.done && lane.waits_for == nullptr;
     }
     if (all_done) return true;
-    if (!ran) return false;
+    if (!ready) return false;
+    if (!advanced) rounds_left = 0, paused = warps;  // the others wait for the warp that is held back
   }
 }
 
