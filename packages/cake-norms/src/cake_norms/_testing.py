@@ -1,0 +1,73 @@
+"""What the ``testing`` packages of both ops share. The ops themselves never import it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "Source", "bf16_ulp", "budget_name", "deterministic_algorithms", "named"]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+class Source:
+    """Normal random operands on one device, the same for the same seed."""
+
+    def __init__(self, device: str | torch.device, seed: int) -> None:
+        self.device = torch.device(device)
+        self._generator = torch.Generator(self.device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+        """mean + scale * N(0, 1), rounded to ``dtype``."""
+        wide = torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.float32)
+        return wide.mul_(scale).add_(mean).to(dtype)
+
+    def columns(self, rows: int, width: int, stride: int | None) -> Tensor:
+        """[rows, width] BF16; with a row ``stride`` the last columns of a wider buffer that is NaN elsewhere."""
+        if stride is None or stride == width:
+            return self.normal(rows, width)
+        wide = torch.full((rows, stride), math.nan, device=self.device, dtype=torch.bfloat16)
+        wide[:, stride - width :] = self.normal(rows, width)
+        return wide[:, stride - width :]
+
+
+def bf16_ulp(value: Tensor) -> Tensor:
+    """Distance of neighbouring BF16 numbers around an FP64 ``value``, elementwise."""
+    exponent = torch.frexp(value).exponent - 1
+    return torch.ldexp(torch.ones_like(value), exponent.clamp_min(-126) - 7)
+
+
+def named(**outputs: Tensor | None) -> dict[str, Tensor]:
+    """Outputs under the names of their budgets: "dweight" is FP32, "dweight_bf16" is rounded to BF16, and "_few" marks
+    a BF16 output of fewer than 2048 elements, whose relative RMS error is a sample and not yet a mean."""
+    found: dict[str, Tensor] = {}
+    for name, value in outputs.items():
+        if value is None:
+            raise AssertionError(f"{name} misses although it was asked for")
+        found[budget_name(name, value.dtype, value.numel())] = value
+    return found
+
+
+def budget_name(name: str, dtype: torch.dtype, elements: int) -> str:
+    """The budget of output ``name`` when it has this dtype and size."""
+    if name == "dweight" and dtype == torch.bfloat16:
+        name = "dweight_bf16"
+    return f"{name}_few" if dtype == torch.bfloat16 and elements < 2048 else name
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """``torch.use_deterministic_algorithms(enabled)`` inside the block."""
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
