@@ -47,7 +47,8 @@ class KernelPackage:
         """
         Args:
             root: folder of build.json.
-            aot: folder of prebuilt libraries and their build_info.json; need not exist.
+            aot: folder of prebuilt libraries, ``<library>.so``, and one build_info.json for all of them, whose
+                ``sha256`` maps file names to digests. Need not exist.
         """
         self.root = root
         self.aot = aot
