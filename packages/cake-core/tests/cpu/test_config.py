@@ -105,7 +105,7 @@ def test_one_function_object_follows_the_configuration_between_its_calls() -> No
 
 
 def test_reading_the_configuration_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R15: 100 ns for a variant and 150 ns for an option, four times that on a busy machine; nothing is imported."""
+    """R15: twice 100 ns for a variant and 150 ns for an option, where an empty call takes 25 ns; nothing is imported."""
     configure(cake_a_variant="fast", cake_a_rows=8)
     assert (variant("a"), option("a", "cake_a_rows")) == ("fast", 8)
 
@@ -119,8 +119,9 @@ def test_reading_the_configuration_is_cheap(monkeypatch: pytest.MonkeyPatch) -> 
         patch.setattr(registry, "op_spec", forbidden)
         patch.setattr(builtins, "__import__", forbidden)
         times = nanoseconds(lambda: variant("a")), nanoseconds(lambda: option("a", "cake_a_rows"))
-    assert times[0] <= 4 * 100, f"variant: {times[0]:.0f} ns"
-    assert times[1] <= 4 * 150, f"option: {times[1]:.0f} ns"
+        slowness = max(nanoseconds(lambda: None) / 25, 1.0)  # a busy machine, a slower one
+    assert times[0] <= 2 * 100 * slowness, f"variant: {times[0]:.0f} ns, {slowness:.1f} times slower than usual"
+    assert times[1] <= 2 * 150 * slowness, f"option: {times[1]:.0f} ns, {slowness:.1f} times slower than usual"
 
 
 def test_memos_are_dropped_by_configure_and_by_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,41 +207,62 @@ def test_the_default_variant_is_told_from_one_that_was_asked_for() -> None:
     assert not config.variant_is_default("fastonly")
 
 
+@pytest.fixture
+def restless_threads() -> Iterator[None]:
+    """Let threads interrupt each other nearly everywhere."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("restless_threads")
 def test_readers_never_see_two_configurations_mixed() -> None:
-    """R22: the four values of a configuration belong together, for every reader that saw one generation."""
-    pairs = [
-        {"cake_a_variant": "fast", "cake_b_variant": "fast", "cake_a_rows": 1, "cake_workspace_pool_bytes": 1},
-        {"cake_a_variant": "det", "cake_b_variant": "det", "cake_a_rows": 2, "cake_workspace_pool_bytes": 2},
-    ]
-    allowed = {("fast", "fast", 1, 1), ("det", "det", 2, 2)}
+    """R22: the values of a configuration belong together, in a snapshot and for whoever saw one generation; the thread
+    that configures reads its own configuration afterwards, whatever readers do meanwhile."""
+    values = ({"a": "fast", "b": "fast", "rows": 1}, {"a": "det", "b": "det", "rows": 2})
     stop = threading.Event()
     wrong: list[Any] = []
 
-    def write(start: int) -> None:
-        for i in range(start, start + 300):
-            configure(**pairs[i % 2])
-            if i % 50 == 0:
-                registry.refresh()
+    def seen() -> dict[str, Any]:
+        return {"a": variant("a"), "b": variant("b"), "rows": option("a", "cake_a_rows"), "pool": config.pool_bytes()}
+
+    def right(found: dict[str, Any]) -> bool:
+        return found in [{**value, "pool": value["rows"]} for value in values]
+
+    def apply(value: dict[str, Any]) -> None:
+        configure(
+            cake_a_variant=value["a"],
+            cake_b_variant=value["b"],
+            cake_a_rows=value["rows"],
+            cake_workspace_pool_bytes=value["rows"],
+        )
 
     def read() -> None:
         while not stop.is_set():
-            before = config.generation()
-            seen = (variant("a"), variant("b"), option("a", "cake_a_rows"), config.pool_bytes())
-            if config.generation() == before and seen not in allowed:
-                wrong.append(seen)
+            generation = config.generation()
+            found = seen()
+            if config.generation() == generation and not right(found):
+                wrong.append(found)
+
+    def shoot() -> None:
+        while not stop.is_set():
             shot = config.snapshot()
             a, b = shot["ops"]["a"], shot["ops"]["b"]
-            whole = (a["variant"], b["variant"], a["options"]["cake_a_rows"], shot["cake_workspace_pool_bytes"])
-            if whole not in allowed:
-                wrong.append(whole)
+            rows, pool = a["options"]["cake_a_rows"], shot["cake_workspace_pool_bytes"]
+            if not right(found := {"a": a["variant"], "b": b["variant"], "rows": rows, "pool": pool}):
+                wrong.append(found)
 
-    configure(**pairs[0])
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    writers = [threading.Thread(target=write, args=(start,)) for start in (0, 1)]
-    for thread in readers + writers:
+    apply(values[0])
+    readers = [threading.Thread(target=target) for target in (read, read, shoot)]
+    for thread in readers:
         thread.start()
-    for thread in writers:
-        thread.join()
+    for i in range(6000):
+        apply(values[i % 2])
+        if i % 100 == 0:
+            registry.refresh()
+        if seen() != {**values[i % 2], "pool": values[i % 2]["rows"]}:
+            wrong.append(seen())
     stop.set()
     for thread in readers:
         thread.join()
@@ -280,22 +302,32 @@ def test_a_reason_is_logged_once_per_configuration_op_and_reason(caplog: pytest.
         assert say() == first
 
 
-def test_threads_that_find_one_reason_log_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    """R23: eight threads, one record."""
-    barrier = threading.Barrier(8)
+class MeetingLock:
+    """A lock at whose door two threads wait for each other."""
 
-    def run() -> None:
-        barrier.wait()
-        for _ in range(200):
-            config.log_once("a", "a mask is given")
+    def __init__(self) -> None:
+        self.lock, self.door = threading.Lock(), threading.Barrier(2, timeout=30)
 
-    with caplog.at_level(logging.INFO, "cake"):
-        threads = [threading.Thread(target=run) for _ in range(8)]
+    def __enter__(self) -> None:
+        self.door.wait()
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_threads_that_find_one_reason_log_it_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R23: both threads have seen that the reason is new before either notes it."""
+    with caplog.at_level(logging.INFO, "cake"), monkeypatch.context() as patch:
+        patch.setattr(config, "_lock", MeetingLock())
+        threads = [threading.Thread(target=config.log_once, args=("a", "a mask is given")) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(caplog.records) == 1
+    assert [record.getMessage() for record in caplog.records] == ["a: a mask is given"]
 
 
 def test_a_call_that_only_det_serves_says_why_once_and_the_snapshot_lists_it(

@@ -10,6 +10,7 @@ import pickle
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import cake_core
@@ -73,7 +74,7 @@ def test_configuring_and_reading_a_variant_is_light() -> None:
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package whose one entry point counts the imports of its implementation in a file."""
     folder = tmp_path / "lazy_probe"
     folder.mkdir()
