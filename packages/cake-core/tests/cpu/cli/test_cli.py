@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -170,14 +172,14 @@ def test_a_reader_that_leaves_early_is_no_error_message(toy: Toy) -> None:
 
 def test_ops_describes_an_installed_op(toy: Toy) -> None:
     """R89: one document with what the op declares; the architectures come from its build.json."""
-    toy.write_manifest(archs=("sm_90a", "sm_80"))
+    toy.write_manifest(archs=("sm_90a", "sm_100a", "sm_80"))
     done = toy.command("ops", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     (op,) = [op for op in json.loads(done.stdout)["ops"] if op["op"] == "toy"]
     assert (op["distribution"], op["version"]) == ("cake-toy", "1.2.3")
     assert op["variants"] == ["det", "fast"]
     assert op["selected_by"] == [["toy_backend", "cake"]]
-    assert op["backends"] == ["cpu", "sm_80", "sm_90a"]
+    assert op["backends"] == ["cpu", "sm_80", "sm_90a", "sm_100a"]
     assert [flag["option"] for flag in op["flags"]] == ["--cake-toy-check", "--cake-toy-secret"]
 
 
@@ -237,11 +239,12 @@ def test_ops_of_an_op_without_kernels(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.splitlines()[1].split() == ["plain", "-", "det", "--plain", "cake", "-", "cpu"]
 
 
-def test_piped_ops_imports_nothing_heavy(toy: Toy) -> None:
+@pytest.mark.parametrize("argv", [["ops"], ["ops", "--json"], ["manifest", "--check"], ["cache"]], ids=" ".join)
+def test_a_piped_command_imports_nothing_heavy(argv: list[str], toy: Toy) -> None:
     """R88: torch-free, and rich stays out of a pipe."""
     toy.write_manifest()
     code = (
-        "import sys; from cake_core.cli import main; code = main(['ops'])\n"
+        f"import sys; from cake_core.cli import main; code = main({argv!r})\n"
         f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules], code)"
     )
     done = toy.python("-c", code)
@@ -254,9 +257,9 @@ def test_a_terminal_gets_a_rich_table_without_torch(toy: Toy) -> None:
     assert "\x1b[" in toy.terminal("ops")
     assert "\x1b[" not in toy.terminal("ops", "--plain")
     assert json.loads(toy.terminal("ops", "--json"))["broken"] == []
-    without_colour = toy.terminal("ops", env={"NO_COLOR": "1"})
-    assert "toy" in without_colour
-    assert "\x1b[3" not in without_colour
+    green_ok = "\x1b[32mok"
+    assert green_ok in toy.terminal("manifest", "--check", "cake_toy")
+    assert green_ok not in toy.terminal("manifest", "--check", "cake_toy", env={"NO_COLOR": "1"})
 
 
 def processor_seconds(run: Callable[[], object]) -> float:
@@ -326,3 +329,14 @@ def test_a_terminal_shows_a_progress_bar_on_stderr(monkeypatch: pytest.MonkeyPat
         progress.update("now toy_fwd", done=1)
     assert "now toy_fwd" in stderr.getvalue()
     assert "1/2" in stderr.getvalue()
+
+
+def test_the_documentation_names_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """R89: docs/cli.md and --help list the same things."""
+    root = next(folder for folder in Path(__file__).parents if (folder / "docs" / "cli.md").is_file())
+    text = (root / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `cake (\w+)", text, re.MULTILINE) == list(COMMANDS)
+    option = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+    for name in COMMANDS:
+        cli.main([name, "--help"])
+    assert set(option.findall(capsys.readouterr().out)) - {"--help"} == set(option.findall(text))
