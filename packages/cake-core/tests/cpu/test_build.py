@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -368,6 +369,27 @@ def test_translation_units_share_the_workers(tools: FakeToolchain, tmp_path: Pat
         assert {call.unit for call in tools.calls("start")[:3]} > {"csrc/alpha.cu", "csrc/alpha_binding.cc"}
 
 
+def test_libraries_are_opened_one_after_the_other(
+    tools: FakeToolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R36: no more locks are held than workers can use, so other processes find libraries to build."""
+    demo_manifest = demo(tmp_path / "k", ("alpha", "beta", "gamma", "delta"))
+    opening: list[str] = []
+    most: list[int] = []
+    lock_library = build.lock_library
+
+    def slow(path: Path) -> Any:
+        opening.append(path.stem)
+        most.append(len(opening))
+        time.sleep(0.1)
+        opening.remove(path.stem)
+        return lock_library(path)
+
+    monkeypatch.setattr(build, "lock_library", slow)
+    build.build(demo_manifest, demo_manifest.names(), max_workers=4)
+    assert most == [1, 1, 1, 1]
+
+
 def test_the_default_number_of_workers_is_cake_build_jobs(
     tools: FakeToolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,7 +532,7 @@ def test_a_published_folder_that_lost_a_file_is_built_anew(tools: FakeToolchain,
     (path,) = build.build(demo_manifest, ["alpha_sm_90a"])
     (path.parent / lost).unlink()
     assert build.build(demo_manifest, ["alpha_sm_90a"]) == (path,)
-    assert build.is_built(path)
+    assert (path.parent / lost).is_file()
 
 
 # what ptxas reports

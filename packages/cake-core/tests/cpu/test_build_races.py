@@ -216,7 +216,7 @@ def test_a_failure_elsewhere_does_not_strand_who_waits(tools: FakeToolchain, ker
 def test_a_changed_header_byte_rebuilds_whatever_its_time(
     tools: FakeToolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """X02, R29: same version, one byte changed, file time 1970: another library."""
+    """X02, R29: same version, one byte changed, file time 1970 before and after: another library."""
     core = tmp_path / "include"
     (core / "cake" / "v1").mkdir(parents=True)
     shared = core / "cake" / "v1" / "x.cuh"
@@ -225,6 +225,7 @@ def test_a_changed_header_byte_rebuilds_whatever_its_time(
     monkeypatch.setattr("cake_core.manifest.core_include", lambda: core)
     folder = write_kernels(tmp_path / "kernels", top='core_headers = "cake/v1"')
     header = folder / "csrc" / "common.h" if where == "a header of the package" else shared
+    os.utime(header, (0, 0))
     manifest.write(folder)
     found = manifest.load_manifest(folder)
     (old,) = build.build(found, found.names())

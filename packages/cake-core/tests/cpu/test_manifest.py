@@ -326,6 +326,8 @@ def test_check_says_what_is_out_of_date(kernels: Path) -> None:
     assert check(kernels) == ("common differs",)
     edit(kernels, lambda d: d["libraries"].pop())
     assert "library beta_sm_90a is new" in check(kernels)
+    edit(kernels, lambda d: d["libraries"].append({**first(d), "name": "alpha_sm_42"}))
+    assert "library alpha_sm_42 is gone" in check(kernels)
     write(kernels)
     text = (kernels / "build.json").read_text()
     (kernels / "build.json").write_text(text.replace("\n", ""))
