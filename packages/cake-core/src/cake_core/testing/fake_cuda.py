@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..device import Backend, installed, tensor_of, uninitialized_like_torch
 from ..errors import check_int, message
-from .host_reads import HostReadsForbidden, target_of_to
+from .host_reads import HostReadsForbidden, in_backward_too, target_of_to
 from .launches import Launch, recorded_launches
 
 __all__ = ["Allocation", "FakeCuda", "Launch", "recorded_launches"]
@@ -109,7 +109,7 @@ class FakeCuda(Backend):
         with ExitStack() as stack:
             stack.enter_context(installed(self))
             stack.enter_context(_FakeOperators(self))
-            stack.enter_context(_FakeFunctions(self))
+            stack.enter_context(in_backward_too(_FakeFunctions(self)))
             self._open = stack.pop_all()
         return self
 

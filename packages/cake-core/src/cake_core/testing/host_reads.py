@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["HostReadsForbidden", "target_of_to"]
+__all__ = ["HostReadsForbidden", "in_backward_too", "target_of_to"]
 
 _aten = torch.ops.aten
 # Operators whose result, or whose result's shape, the host must know before it goes on.
@@ -40,11 +41,31 @@ class HostReadsForbidden:
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(_Operators(self._concerns))
-            stack.enter_context(_Methods(self._concerns))
+            stack.enter_context(in_backward_too(_Methods(self._concerns)))
             self._open = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
+
+
+@contextmanager
+def in_backward_too(mode: TorchFunctionMode) -> Generator[None]:
+    """Enter ``mode``, and again around the backward of every autograd Function.
+
+    torch runs ``Tensor.backward`` with the mode switched off, and with it the Python code of custom backwards.
+    """
+    original = BackwardCFunction.apply
+
+    def apply(self: BackwardCFunction, *args: Any) -> Any:
+        with mode:
+            return original(self, *args)
+
+    BackwardCFunction.apply = apply
+    try:
+        with mode:
+            yield
+    finally:
+        BackwardCFunction.apply = original
 
 
 def _refuse(what: str) -> RuntimeError:
