@@ -18,7 +18,7 @@ from typing import Final, Literal
 
 from . import env
 from .build_json import Manifest
-from .cache_key import cache_key, check_toolkit, library_path, verify
+from .cache_key import Contents, cache_key, check_toolkit, library_path, verify
 from .compiler import SIDECAR, SIDECAR_SCHEMA, BuildError, Compilation, is_built, lock_library, remove_library
 from .errors import check_int
 from .toolchain import find_toolchain
@@ -114,8 +114,8 @@ def build(
     check_int(workers, "max_workers", entry="build", minimum=1)
     unique = tuple(dict.fromkeys(names))
     verify(manifest, unique)
-    digests: dict[Path, str] = {}
-    paths = {name: library_path(manifest, name, digests=digests) for name in unique}
+    contents = Contents(manifest)
+    paths = {name: library_path(manifest, name, contents=contents) for name in unique}
     scheduler = _Scheduler(manifest, paths, progress)
     missing = [name for name in unique if not is_built(paths[name])]
     for name in unique:

@@ -22,6 +22,7 @@ from .toolchain import INSTALL_TOOLKIT, Toolchain, find_toolchain, host_compiler
 
 __all__ = [
     "LINK_FLAGS",
+    "Contents",
     "cache_key",
     "check_toolkit",
     "core_include",
@@ -37,8 +38,9 @@ __all__ = [
 
 KEY_SCHEMA: Final = "cake-key/1"
 # Lazy binding is asked for because some distributions default to immediate binding, under which an undefined driver
-# symbol is fatal at load time on a machine without a driver.
-LINK_FLAGS: Final = ("-shared", "-Wl,-z,lazy", "-Wl,--build-id=sha1")
+# symbol is fatal at load time on a machine without a driver. Local symbols are stripped: nvcc names one after its
+# process, and without it the same inputs give the same bytes.
+LINK_FLAGS: Final = ("-shared", "-s", "-Wl,-z,lazy", "-Wl,--build-id=sha1")
 # The runtime is linked by its full path; the driver library is never linked, so that libraries load without a driver.
 _DROPPED_LINK_FLAGS: Final = ("-shared", "-lcudart", "-lcuda")
 _HEADER_SUFFIXES: Final = (".h", ".cuh", ".hpp", ".inl")
@@ -48,27 +50,52 @@ _REMEDY: Final = {
 }
 
 
-def library_path(manifest: Manifest, library: str, *, digests: dict[Path, str] | None = None) -> Path:
+class Contents:
+    """Digests of a manifest's files at one moment, each read once: for the keys of many libraries together."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._root = manifest.root
+        self._known: dict[Path, str] = {}
+        core = core_include()
+        self.headers = {
+            path: self._digest(file) for path, file in header_files(self._root, manifest.include_dirs).items()
+        }
+        self.core_headers = {path: self._digest(file) for path, file in _core_header_files(manifest, core).items()}
+
+    def source(self, path: str) -> str:
+        """sha256 of a file below the manifest's folder. Raises: RuntimeError for an unreadable one."""
+        return self._digest(self._root / path)
+
+    def _digest(self, file: Path) -> str:
+        if (digest := self._known.get(file)) is None:
+            try:
+                digest = self._known[file] = file_sha256(file)
+            except OSError as error:
+                got = f"unreadable ({error.strerror})"
+                raise RuntimeError(message("cake", str(file), got, "a source file")) from error
+        return digest
+
+
+def library_path(manifest: Manifest, library: str, *, contents: Contents | None = None) -> Path:
     """Where the cache keeps this build of the library: ``<cache>/<package>/<arch>/<library>-<key24>/<library>.so``.
 
     Nothing is created and nothing compiled. Args and errors as ``cache_key``; ValueError for an unknown library.
     """
     entry = manifest.library(library)
     folder = env.cache_root() / manifest.package / entry.arch
-    return folder / f"{library}-{cache_key(manifest, library, digests=digests)[:24]}" / f"{library}.so"
+    return folder / f"{library}-{cache_key(manifest, library, contents=contents)[:24]}" / f"{library}.so"
 
 
-def cache_key(manifest: Manifest, library: str, *, digests: dict[Path, str] | None = None) -> str:
+def cache_key(manifest: Manifest, library: str, *, contents: Contents | None = None) -> str:
     """Hex sha256 over the key schema, tools, effective flags, link inputs and the bytes of all sources and headers.
 
     Args:
-        digests: file -> sha256 known so far, filled on the way: pass one dict for many libraries of one moment.
+        contents: what the files hold; None: they are read now.
 
     Raises: RuntimeError for a missing tool or an unreadable file.
     """
-    known = {} if digests is None else digests
     entry, toolchain, host = manifest.library(library), find_toolchain(), host_compiler()
-    root, core = manifest.root, core_include()
+    files = Contents(manifest) if contents is None else contents
     ingredients = {
         "schema": KEY_SCHEMA,
         "library": library,
@@ -82,9 +109,9 @@ def cache_key(manifest: Manifest, library: str, *, digests: dict[Path, str] | No
         "cxx_flags": cxx_flags(manifest, entry),
         "link": [*link_flags(manifest), toolchain.cudart.name],
         "include_dirs": manifest.include_dirs,
-        "sources": {path: _digest(root / path, known) for path in entry.sources},
-        "headers": {path: _digest(file, known) for path, file in header_files(root, manifest.include_dirs).items()},
-        "core_headers": {path: _digest(file, known) for path, file in _core_header_files(manifest, core).items()},
+        "sources": {path: files.source(path) for path in entry.sources},
+        "headers": files.headers,
+        "core_headers": files.core_headers,
     }
     text = json.dumps(ingredients, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -191,12 +218,3 @@ def _core_header_files(manifest: Manifest, core: Path) -> dict[str, Path]:
         return {}
     files = sorted(file for file in (core / manifest.core_headers).rglob("*") if file.is_file())
     return {file.relative_to(core).as_posix(): file for file in files}
-
-
-def _digest(file: Path, known: dict[Path, str]) -> str:
-    if (digest := known.get(file)) is None:
-        try:
-            digest = known[file] = file_sha256(file)
-        except OSError as error:
-            raise RuntimeError(message("cake", str(file), f"unreadable ({error.strerror})", "a source file")) from error
-    return digest

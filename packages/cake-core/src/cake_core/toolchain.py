@@ -6,6 +6,7 @@ which toolkit it belongs to. Answers are kept per process, as long as the places
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -150,6 +151,7 @@ def tvm_ffi_include() -> Path:
     raise _no_tvm_ffi()
 
 
+@functools.cache
 def tvm_ffi_version() -> str:
     """Version of the installed tvm-ffi, from its metadata.
 

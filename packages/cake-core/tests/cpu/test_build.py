@@ -181,7 +181,7 @@ def test_the_sidecar_describes_the_library(tools: FakeToolchain, tmp_path: Path)
     assert "-fvisibility=hidden" in cxx
     assert f"-isystem {tools.root / 'include'}" in cxx
     assert link.endswith(f"/{path.name}")
-    assert f" {tools.root / 'lib' / 'libcudart.so.13'} -shared -Wl,-z,lazy -Wl,--build-id=sha1 " in link
+    assert f" {tools.root / 'lib' / 'libcudart.so.13'} -shared -s -Wl,-z,lazy -Wl,--build-id=sha1 " in link
     assert "-lcudart" not in link
 
 
@@ -619,10 +619,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_cuda_version, build_cuda_version);
 """
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build_for_real(folder: Path) -> Path:
     """A library for sm_90a, compiled in a process that imports neither torch nor tvm_ffi."""
-    folder = tmp_path_factory.mktemp("real")
     more = "variants = [{ name = 'three', defines = ['FACTOR=3'] }]\nlimits = { registers = 32 }"
     write_kernels(folder / "k", ("scale",), more={"scale": more})
     for name, text in (("scale.cu", KERNEL), ("scale.h", HEADER), ("scale_binding.cc", BINDING)):
@@ -637,6 +635,12 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One real library for the tests below."""
+    return build_for_real(tmp_path_factory.mktemp("real"))
 
 
 @needs_nvcc
@@ -668,6 +672,16 @@ def test_a_built_library_exports_its_two_functions_alone(real: Path) -> None:
     undefined = {line.split()[-1] for line in listed.splitlines() if line.split()[0] == "U"}
     assert {name.partition("@")[0] for name in undefined} == library.undefined
     assert {name for name in undefined if "@" not in name} == library.unbound
+
+
+@needs_nvcc
+@pytest.mark.nvcc
+def test_a_library_has_the_same_bytes_wherever_it_is_built(real: Path, tmp_path: Path) -> None:
+    """R90: neither the package's folder nor the cache's nor a process id is in the library."""
+    again = build_for_real(tmp_path / "elsewhere" / "deep")
+    assert again != real
+    assert again.parent.name == real.parent.name
+    assert again.read_bytes() == real.read_bytes()
 
 
 def test_leaking_and_unresolved_symbols_are_found(tmp_path: Path) -> None:
