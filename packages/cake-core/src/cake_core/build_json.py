@@ -101,7 +101,7 @@ class Manifest:
     def library(self, name: str) -> Library:
         """The library of that name. Raises: ValueError naming the closest known one."""
         if (found := self.libraries.get(name)) is None:
-            remedy = f"{len(self.libraries)} libraries, see cake ops{closest(name, self.libraries)}"
+            remedy = f"it has {len(self.libraries)}{closest(name, self.libraries)}"
             raise ValueError(message(self.package, "library", repr(name), "a name in its build.json", remedy))
         return found
 
