@@ -10,6 +10,7 @@ import torch
 from cake_core import device
 from cake_core.errors import check_float, message
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ._served import SERVED_DEVICES, one_of
@@ -79,7 +80,7 @@ def check_same_device(entry: str, x: Tensor, **operands: Tensor) -> str:
 
 def check_plain(entry: str, **operands: Tensor) -> None:
     """Raises: RuntimeError for operands under a torch.func transform or with forward-mode tangents."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         raise RuntimeError(message(entry, "x", "inside a torch.func transform", "a call outside of vmap, grad and jvp"))
     if forward_ad._current_level < 0:
         return

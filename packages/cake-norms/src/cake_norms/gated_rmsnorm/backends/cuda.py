@@ -16,10 +16,11 @@ __all__ = ["backward", "forward"]
 
 def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, out: Tensor | None) -> Tensor:
     """y of x and z [..., D] BF16 and weight [D] BF16 or FP32."""
-    y = workspace.uninitialized(x.shape, x.dtype, x.device) if out is None else out
+    index = _index(x)
+    y = workspace.uninitialized(x.shape, x.dtype, index) if out is None else out
     if x.numel() == 0:
         return y
-    run = _program("fwd", device.device_of(x)[1])
+    run = _program("fwd", index)
     run(heads(y), heads(x), heads(z), vector(weight), eps, plan.ACTIVATIONS[activation])
     return y
 
@@ -37,13 +38,13 @@ def backward(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dz, dweight), None where it is not needed; dweight has the weight's dtype unless given."""
-    index = device.device_of(x)[1]
+    index = _index(x)
     if needs[0] and dx is None:
-        dx = workspace.uninitialized(x.shape, x.dtype, x.device)
+        dx = workspace.uninitialized(x.shape, x.dtype, index)
     if needs[1] and dz is None:
-        dz = workspace.uninitialized(x.shape, x.dtype, x.device)
+        dz = workspace.uninitialized(x.shape, x.dtype, index)
     if needs[2] and dweight is None:
-        dweight = workspace.uninitialized(weight.shape, weight.dtype, x.device)
+        dweight = workspace.uninitialized(weight.shape, weight.dtype, index)
     if x.numel() == 0:
         return dx, dz, dweight if dweight is None else dweight.zero_()
     width = x.shape[-1]
@@ -68,6 +69,12 @@ def backward(
     return dx, dz, dweight
 
 
-def _program(name: str, index: int | None) -> Any:
+def _program(name: str, index: int) -> Any:
     package = loader.kernel_package("gated_rmsnorm")
     return package.function(plan.library(name, device.device_arch(index, package=package)))
+
+
+def _index(x: Tensor) -> int:
+    index = device.device_of(x)[1]
+    assert index is not None
+    return index

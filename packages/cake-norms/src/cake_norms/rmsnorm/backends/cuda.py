@@ -21,9 +21,9 @@ def check_device(index: int | None) -> None:
 
 def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Tensor | None) -> tuple[Tensor, Tensor]:
     """(y, rstd) of x [..., H] BF16 and weight [H] BF16 or FP32."""
-    index = device.device_of(x)[1]
-    y = workspace.uninitialized(x.shape, x.dtype, x.device) if out is None else out
-    scales = workspace.uninitialized(x.shape[:-1], torch.float32, x.device) if rstd is None else rstd
+    index = _index(x)
+    y = workspace.uninitialized(x.shape, x.dtype, index) if out is None else out
+    scales = workspace.uninitialized(x.shape[:-1], torch.float32, index) if rstd is None else rstd
     if x.numel() == 0:
         return y, scales
     hidden = x.shape[-1]
@@ -43,11 +43,11 @@ def backward(
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dweight), None where it is not needed; dweight has the weight's dtype unless given."""
-    index = device.device_of(x)[1]
+    index = _index(x)
     if needs[0] and dx is None:
-        dx = workspace.uninitialized(x.shape, x.dtype, x.device)
+        dx = workspace.uninitialized(x.shape, x.dtype, index)
     if needs[1] and dweight is None:
-        dweight = workspace.uninitialized(weight.shape, weight.dtype, x.device)
+        dweight = workspace.uninitialized(weight.shape, weight.dtype, index)
     if x.numel() == 0:
         return dx, dweight if dweight is None else dweight.zero_()
     hidden = x.shape[-1]
@@ -72,6 +72,12 @@ def backward(
     return dx, dweight
 
 
-def _program(name: str, index: int | None) -> Any:
+def _program(name: str, index: int) -> Any:
     package = loader.kernel_package("rmsnorm")
     return package.function(plan.library(name, device.device_arch(index, package=package)))
+
+
+def _index(x: Tensor) -> int:
+    index = device.device_of(x)[1]
+    assert index is not None
+    return index
