@@ -88,6 +88,13 @@ def _run(x: Tensor, z: Tensor, w: Tensor, dy: Tensor, activation: str = "silu") 
     return {"y": y, "dx": dx, "dz": dz, "dweight": dweight}
 
 
+def _leaves(
+    x: Tensor, z: Tensor, w: Tensor, needs: tuple[bool, bool, bool] = (True, True, True)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies that collect gradients where ``needs`` says so."""
+    return tuple(t.clone().requires_grad_(need) for t, need in zip((x, z, w), needs, strict=True))  # type: ignore[return-value]
+
+
 def _assert_within(got: Tensor, want: Tensor, bound: Tensor, name: str) -> None:
     excess = (got.double() - want).abs() - bound
     assert bool((excess <= 0).all()), f"{name}: {float(excess.max()):.3e} over its elementwise bound"
@@ -370,8 +377,8 @@ def test_autograd_gives_what_the_functions_give_for_every_subset_of_gradients() 
     x, z, w, dy = _operands(133, 12)
     want = _run(x, z, w, dy)
     for mask in range(1, 8):
-        needs = [bool(mask >> bit & 1) for bit in range(3)]
-        leaves = [t.clone().requires_grad_(need) for t, need in zip((x, z, w), needs, strict=True)]
+        needs = (bool(mask & 1), bool(mask & 2), bool(mask & 4))
+        leaves = _leaves(x, z, w, needs)
         operands = {"dy": dy, "x": leaves[0], "z": leaves[1], "w": leaves[2]}
         with assert_operands_untouched(operands, retains_grad=True):
             rmsnorm_silu_gate(*leaves).backward(dy)
@@ -385,7 +392,7 @@ def test_autograd_gives_what_the_functions_give_for_every_subset_of_gradients() 
 def test_a_checkpointed_call_replays_the_same_bits(reentrant: bool) -> None:
     x, z, w, dy = _operands(133, 12)
     want = _run(x, z, w, dy)
-    leaves = [t.clone().requires_grad_() for t in (x, z, w)]
+    leaves = _leaves(x, z, w)
     y = checkpoint(rmsnorm_silu_gate, *leaves, use_reentrant=reentrant)
     assert isinstance(y, Tensor)
     y.backward(dy)
@@ -415,7 +422,7 @@ def test_heads_split_over_ranks_and_micro_batches_add_up_to_the_whole_layer() ->
 
 def test_no_call_waits_for_the_device() -> None:
     x, z, w, dy = _operands(133, 12)
-    leaves = [t.requires_grad_() for t in (x, z, w)]
+    leaves = _leaves(x, z, w)
     rmsnorm_silu_gate(*leaves).backward(dy)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -448,7 +455,7 @@ def test_a_compiled_call_has_the_bits_of_the_eager_one() -> None:
     for tokens in (133, 37, 1057):
         x, z, w, dy = _operands(tokens, 12)
         want = _run(x, z, w, dy, "sigmoid")
-        leaves = [t.clone().requires_grad_() for t in (x, z, w)]
+        leaves = _leaves(x, z, w)
         y = compiled(*leaves, activation="sigmoid")
         y.backward(dy)
         got = {"y": y.detach(), "dx": leaves[0].grad, "dz": leaves[1].grad, "dweight": leaves[2].grad}
@@ -471,7 +478,7 @@ def test_operands_of_another_device_than_the_current_one() -> None:
     x, z, w, dy = _operands(133, 12)
     want = _run(x, z, w, dy)
     torch.cuda.set_device(0)
-    moved = [t.to("cuda:1") for t in (x, z, w, dy)]
+    moved = x.to("cuda:1"), z.to("cuda:1"), w.to("cuda:1"), dy.to("cuda:1")
     before = torch.cuda.memory_stats(0)["allocation.all.allocated"]
     got = _run(*moved)
     assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before

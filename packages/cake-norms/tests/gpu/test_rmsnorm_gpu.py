@@ -482,7 +482,7 @@ def test_operands_of_another_device_than_the_current_one() -> None:
     x, dy, w = _randn(133, 1000, seed=1), _randn(133, 1000, seed=2), _randn(1000, seed=3)
     want = _run(x, w, dy)
     torch.cuda.set_device(0)
-    moved = [t.to("cuda:1") for t in (x, w, dy)]
+    moved = x.to("cuda:1"), w.to("cuda:1"), dy.to("cuda:1")
     before = torch.cuda.memory_stats(0)["allocation.all.allocated"]
     got = _run(*moved)
     assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before
