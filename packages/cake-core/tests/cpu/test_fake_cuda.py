@@ -250,6 +250,14 @@ def test_only_reads_of_fake_device_tensors_are_synchronisations() -> None:
                     read()
 
 
+def test_a_tensor_of_one_fake_is_a_cpu_tensor_to_the_next() -> None:
+    with FakeCuda():
+        old = torch.ones(2, device="cuda:1")
+    with FakeCuda() as fake:
+        assert device.device_of(old) == ("cpu", None)
+        assert fake.index_of(fake.cuda(old, 0)) == 0
+
+
 def test_the_block_cannot_be_entered_twice_at_a_time() -> None:
     fake = FakeCuda()
     with fake, pytest.raises(RuntimeError, match="open already"), fake:

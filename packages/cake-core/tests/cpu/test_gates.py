@@ -45,8 +45,9 @@ def test_nan_and_infinity_are_refused() -> None:
     for value in (float("nan"), float("inf")):
         got = WANT.clone()
         got[3, 5] = value
-        with pytest.raises(AssertionError):
-            assert_rel_rms(got, WANT, 1e-2, "y")
+        for scale in (1.02, None):
+            with pytest.raises(AssertionError, match="is over the budget"):
+                assert_rel_rms(got, WANT, 1e-2, "y", detect_scale=scale)
 
 
 def test_a_zero_reference_wants_exact_zeros() -> None:

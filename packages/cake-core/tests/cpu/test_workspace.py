@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
+import time
 import timeit
 from collections.abc import Iterator
 
@@ -261,6 +263,7 @@ def test_eight_threads_leave_the_books_consistent(fake: FakeCuda) -> None:
             for step in range(200):
                 nbytes = 1 + (seed * 7919 + step * 104729) % 3000
                 assert take("abc"[step % 3], nbytes, step % 2).numel() >= nbytes
+                assert all(size <= 5000 for size in held().values())
                 if step % 50 == 49:
                     workspace.release_pool()
                 if seed == 0 and step % 20 == 0:
@@ -269,15 +272,40 @@ def test_eight_threads_leave_the_books_consistent(fake: FakeCuda) -> None:
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads change places in the middle of a request
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert not failures
     assert counted("requests") == (1600,)
     sizes = {index: sum(size for size, _ in pool.buffers.values()) for index, pool in workspace._pools.items()}
     assert held() == {index: size for index, size in sizes.items() if size}
     assert all(size <= 5000 for size in sizes.values())
+
+
+class Slow(FakeCuda):
+    """Its allocations take long enough for another thread to come in between."""
+
+    def empty(self, nbytes: int, index: int) -> Tensor:
+        time.sleep(0.05)
+        return super().empty(nbytes, index)
+
+
+def test_two_threads_that_allocate_at_once_stay_within_the_bound() -> None:
+    """R71, R66: room that one thread made is not used by the other."""
+    bound(100)
+    with Slow():
+        threads = [threading.Thread(target=take, args=("a", 60, 0)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (held(), workspace.stats()["entries"]) == ({0: 60}, 1)
 
 
 def test_stats_add_up(fake: FakeCuda) -> None:
