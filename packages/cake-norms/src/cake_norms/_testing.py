@@ -37,8 +37,8 @@ class Source:
 
 def bf16_ulp(value: Tensor) -> Tensor:
     """Distance of neighbouring BF16 numbers around an FP64 ``value``, elementwise."""
-    exponent = torch.frexp(value).exponent - 1
-    return torch.ldexp(torch.ones_like(value), exponent.clamp_min(-126) - 7)
+    exponent = torch.frexp(value.abs().clamp_min(2.0**-126)).exponent - 1  # below it numbers are evenly spaced
+    return torch.ldexp(torch.ones_like(value), exponent - 7)
 
 
 def named(**outputs: Tensor | None) -> dict[str, Tensor]:
