@@ -42,10 +42,12 @@ def test_without_check_the_file_is_written_once(installed: Toy, capsys: pytest.C
     assert cli.main(["manifest", "--check"]) == 0
 
 
-@pytest.mark.parametrize("name", ["cake_toy", "cake-toy"])
+@pytest.mark.parametrize("name", ["cake_toy", "cake-toy", "Toy-kernels"])
 def test_a_package_is_named_by_import_or_distribution_name(name: str, toy: Toy) -> None:
     """R87: an installed distribution, in a child process."""
     toy.write_manifest()
+    if name == "Toy-kernels":
+        toy.write("../cake_toy-1.2.3.dist-info/METADATA", "Metadata-Version: 2.1\nName: Toy-kernels\nVersion: 1.2.3\n")
     done = toy.command("manifest", "--check", name)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split() for line in done.stdout.splitlines()[1:]] == [["cake_toy", "ok"]]
