@@ -1,0 +1,354 @@
+"""Train a byte-level transformer whose norms are Cake's on real text: by default the Python standard library itself.
+
+    python examples/train_bytes.py                                 # about two minutes on two CPU cores
+    python examples/train_bytes.py --device cuda --variant fast --steps 3000 --plot loss.svg
+
+Every block normalises its input with ``ZeroCenteredRMSNorm`` and its attention output, head by head, with
+``rmsnorm_silu_gate``: the gate is one more slice of the fused projection and is read in place. Attention itself is
+torch's. Two ``det`` runs with one seed, device and thread count end with the same SHA-256 of all weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import math
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from cake_core import configure
+from cake_norms.gated_rmsnorm import rmsnorm_silu_gate
+from cake_norms.rmsnorm import ZeroCenteredRMSNorm
+from torch import Tensor, nn
+
+WIDTH, HEAD_DIM, LAYERS, CONTEXT, BATCH = 128, 64, 4, 256, 4
+LEARNING_RATE, WARMUP = 4e-3, 30
+HELD_OUT_SHARE = 16  # one file in 16 is never trained on
+
+
+# ---------------------------------------------------------------------------------------------------------- text
+
+
+def read_text(path: Path | None) -> tuple[bytes, bytes]:
+    """(training bytes, held-out bytes). Of a folder whole files are held out, chosen by a hash of their names; of a
+    single file the last sixteenth. Raises: ValueError when there is too little text."""
+    folder = Path(sysconfig.get_path("stdlib")) if path is None else path
+    if folder.is_file():
+        data = folder.read_bytes()
+        cut = len(data) - len(data) // HELD_OUT_SHARE
+        parts = (data[:cut], data[cut:])
+    else:
+        skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+        names = sorted(
+            name.as_posix()
+            for file in folder.rglob("*.py" if path is None else "*")
+            if file.is_file() and not skipped.intersection((name := file.relative_to(folder)).parts)
+        )
+        kept: tuple[list[bytes], list[bytes]] = ([], [])
+        for name in names:
+            held = hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_SHARE == 0
+            kept[held].append((folder / name).read_bytes())
+        parts = (b"\n".join(kept[0]), b"\n".join(kept[1]))
+    if min(map(len, parts)) <= CONTEXT:
+        raise ValueError(f"{folder}: {len(parts[0])} training and {len(parts[1])} held-out bytes; needs {CONTEXT + 1}")
+    return parts
+
+
+def unigram_entropy(data: Tensor) -> float:
+    """Bits per byte of the best model that knows only how often each byte occurs in ``data``."""
+    share = torch.bincount(data.long(), minlength=256).double() / data.numel()
+    return float(-(share * share.clamp_min(1e-30).log2()).sum())
+
+
+def windows(data: Tensor, starts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and next-byte targets [len(starts), CONTEXT] int64 that begin at ``starts``."""
+    rows = data[starts[:, None] + torch.arange(CONTEXT + 1)].long().to(device)
+    return rows[:, :-1], rows[:, 1:]
+
+
+# --------------------------------------------------------------------------------------------------------- model
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; its output is normalised and gated per head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 4 * WIDTH, bias=False)  # [q | k | v | gate]
+        self.norm_weight = nn.Parameter(torch.ones(HEAD_DIM))
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads = self.project(x).view(batch, length, 4, -1, HEAD_DIM)
+        q, k, v, gate = heads.unbind(2)  # [batch, length, heads, HEAD_DIM] views
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        y = rmsnorm_silu_gate(y.transpose(1, 2).flatten(0, 1), gate.flatten(0, 1), self.norm_weight)
+        return self.out(y.view(batch, length, WIDTH))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of [batch, length, heads, HEAD_DIM]."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)) with a squared ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
+        self.attention = Attention()
+        self.mlp_norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.down(F.relu(self.up(self.mlp_norm(x))).square())
+
+
+class ByteModel(nn.Module):
+    """Logits [batch, length, 256] of the next byte. Weights are FP32; ``dtype`` is that of the activations."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.embed = nn.Embedding(256, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                residual = name.endswith(("out.weight", "down.weight"))
+                std = 1.0 if weight is self.embed.weight else weight.shape[1] ** -0.5
+                nn.init.normal_(weight, std=std / math.sqrt(2 * LAYERS) if residual else std)
+        nn.init.zeros_(self.head.weight)
+        rate = 1000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        angle = torch.arange(CONTEXT)[:, None, None] * rate
+        self.register_buffer("cos", angle.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        # The norms cast nothing: under autocast they take the stream in the dtype of the products.
+        with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            x = self.embed(tokens).to(self.dtype)
+            for block in self.blocks:
+                x = block(x, self.cos, self.sin)
+            return self.head(self.norm(x))
+
+
+def bits(model: ByteModel, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in bits per byte."""
+    logits = model(inputs).float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / math.log(2)
+
+
+@torch.no_grad()
+def held_out_bits(model: ByteModel, data: Tensor, device: torch.device, count: int) -> float:
+    """Bits per byte over up to ``count`` windows spread evenly over the held-out text."""
+    last = data.numel() - CONTEXT - 1
+    starts = torch.linspace(0, last, min(count, last // CONTEXT + 1)).long()
+    parts = [bits(model, *windows(data, part, device)).item() * len(part) for part in starts.split(BATCH)]
+    return sum(parts) / len(starts)
+
+
+# ------------------------------------------------------------------------------------------------------ training
+
+
+@dataclass
+class History:
+    train: list[float] = field(default_factory=list)  # bits per byte of each step
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    unigram: float = 0.0
+    tokens_per_second: float = 0.0
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine to a tenth."""
+    warm = min((step + 1) / WARMUP, 1.0)
+    return LEARNING_RATE * warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def train(
+    model: ByteModel,
+    text: Tensor,
+    held: Tensor,
+    steps: int,
+    seed: int,
+    device: torch.device,
+    report: Callable[[int, float, float], None],
+) -> History:
+    """Run ``steps`` AdamW steps; ``report(step, bits per byte, tokens per second)`` follows each of them."""
+    history = History(unigram=unigram_entropy(held))
+    decayed = [weight for weight in model.parameters() if weight.dim() == 2]
+    others = [weight for weight in model.parameters() if weight.dim() != 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    draw = torch.Generator().manual_seed(seed)
+    busy = 0.0
+    for step in range(steps):
+        if step % max(steps // 8, 1) == 0:
+            history.held_out.append((step, held_out_bits(model, held, device, 32)))
+        start = time.perf_counter()
+        starts = torch.randint(text.numel() - CONTEXT, (BATCH,), generator=draw)
+        loss = bits(model, *windows(text, starts, device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        history.train.append(loss.item())
+        busy += time.perf_counter() - start
+        history.tokens_per_second = (step + 1) * BATCH * CONTEXT / busy
+        report(step + 1, history.train[-1], history.tokens_per_second)
+    history.held_out.append((steps, held_out_bits(model, held, device, 256)))
+    return history
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """SHA-256 over the names and the bytes of all weights."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        stored = weight.detach().cpu().contiguous()
+        digest.update(f"{name} {stored.dtype} {tuple(stored.shape)}\n".encode())
+        digest.update(ctypes.string_at(stored.data_ptr(), stored.nbytes))
+    return digest.hexdigest()
+
+
+@contextmanager
+def progress(steps: int) -> Iterator[Callable[[int, float, float], None]]:
+    """A progress bar on a terminal, some twenty plain lines elsewhere."""
+    if not sys.stdout.isatty():
+
+        def line(step: int, loss: float, speed: float) -> None:
+            if step % max(steps // 20, 1) == 0 or step == steps:
+                print(f"step {step:5d}/{steps}  {loss:6.3f} bits per byte  {speed:9,.0f} tokens/s", flush=True)
+
+        yield line
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeRemainingColumn()) as bar:
+        task = bar.add_task("", total=steps)
+        yield lambda step, loss, speed: bar.update(
+            task, completed=step, description=f"{loss:.3f} bits per byte, {speed:,.0f} tokens/s"
+        )
+
+
+def plot(history: History, title: str, path: Path) -> None:
+    """Write the loss curve as an SVG whose text stays text."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    smooth, mean = [], history.train[0]
+    for value in history.train:
+        mean += 0.1 * (value - mean)
+        smooth.append(mean)
+    steps = range(1, len(smooth) + 1)
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "train_bytes", "font.size": 11}):
+        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        axes.plot(steps, history.train, color="#9db8d2", linewidth=0.8, label="train, each step")
+        axes.plot(steps, smooth, color="#1f5a91", linewidth=1.8, label="train, running mean")
+        axes.plot(*zip(*history.held_out, strict=True), "o", color="#c4501b", markersize=6, label="held out")
+        axes.axhline(history.unigram, color="#555555", linestyle="--", linewidth=1.2, label="byte frequencies alone")
+        last_step, last = history.held_out[-1]
+        axes.annotate(
+            f"{last:.2f}", (last_step, last), (-4, 8), textcoords="offset points", ha="right", color="#c4501b"
+        )
+        axes.set(title=title, xlabel="step", ylabel="bits per byte", ylim=(0, None), xlim=(0, last_step * 1.02))
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+        plt.close(figure)
+
+
+# --------------------------------------------------------------------------------------------------- command line
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0], allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--variant", choices=("det", "fast"), default="det", help="of both norms (default: %(default)s)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--text", type=Path, metavar="PATH", help="a file or folder instead of the standard library")
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="write the loss curve")
+    parser.add_argument("--save", type=Path, metavar="PT", help="write the final state dict")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of torch")
+    args = parser.parse_args(argv)
+    for name in ("steps", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}; needs at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda; needs a CUDA device that torch can use (run without it on the CPU)")
+    if args.text is not None and not args.text.exists():
+        parser.error(f"--text is {args.text}; needs an existing file or folder")
+    for name in ("plot", "save"):
+        path = getattr(args, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"--{name} is {path}; needs an existing folder to write to")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    det = args.variant == "det"
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for on CUDA before det products
+    torch.use_deterministic_algorithms(det)
+    configure(cake_rmsnorm_variant=args.variant, cake_gated_rmsnorm_variant=args.variant)
+    try:
+        text, held = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in read_text(args.text))
+    except (OSError, ValueError) as error:
+        print(f"train_bytes: {error}", file=sys.stderr)
+        return 1
+    device = torch.device(args.device)
+    model = ByteModel(torch.bfloat16 if args.device == "cuda" else torch.float32).to(device)
+    size = sum(weight.numel() for weight in model.parameters())
+    source = "the Python standard library" if args.text is None else args.text.name
+    print(f"{size / 1e6:.2f} M parameters, {args.variant}, {args.device}, {args.threads} threads, seed {args.seed}")
+    print(f"{source}: {text.numel():,} bytes to train on, {held.numel():,} held out")
+    with progress(args.steps) as report:
+        history = train(model, text, held, args.steps, args.seed, device, report)
+    final = history.held_out[-1][1]
+    print(f"held out: {final:.3f} bits per byte; byte frequencies alone: {history.unigram:.3f}")
+    if final < history.unigram:
+        print(f"verdict: learned, {history.unigram - final:.2f} bits per byte better than byte frequencies")
+    else:
+        print("verdict: not better than byte frequencies yet (train longer: --steps)")
+    print(f"speed: {history.tokens_per_second:,.0f} tokens/s")
+    print(f"weights sha256 ({args.threads} threads): {weights_sha256(model)}")
+    if args.plot is not None:
+        plot(history, f"{size / 1e6:.1f} M byte model with Cake norms on {source}", args.plot)
+        print(f"plot: {args.plot}")
+    if args.save is not None:
+        torch.save(model.state_dict(), args.save)
+        print(f"weights: {args.save}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
