@@ -75,7 +75,7 @@ def test_installing_one_op_pulls_cake_core_alone_and_lists_its_ops(user: Path) -
     ours = {item["name"] for item in installed if item["name"].startswith("cake")}
     assert ours == {"cake-core", "cake-norms"}
     listed = json.loads(run(user / "cake", "ops", "--json"))
-    assert [op["name"] for op in listed["ops"]] == ["gated_rmsnorm", "rmsnorm"]
+    assert [op["op"] for op in listed["ops"]] == ["gated_rmsnorm", "rmsnorm"]
     run(user / "python", "-c", "import cake_norms, sys; assert 'torch' not in sys.modules")
 
 
