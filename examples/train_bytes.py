@@ -287,7 +287,7 @@ def plot(history: History, title: str, path: Path) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0], allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1100, help="optimizer steps (default: %(default)s)")
     parser.add_argument(
         "--variant", choices=("det", "fast"), default="det", help="of both norms (default: %(default)s)"
     )

@@ -8,9 +8,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads)
-    scale_gradient(__nv_bfloat16* __restrict__ dx, const __nv_bfloat16* __restrict__ dy,
-                   const __nv_bfloat16* __restrict__ x, int64_t count) {
+__global__ void __launch_bounds__(kThreads) scale_gradient(__nv_bfloat16* __restrict__ dx,
+                                                           const __nv_bfloat16* __restrict__ dy,
+                                                           const __nv_bfloat16* __restrict__ x, int64_t count) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const float value = __bfloat162float(x[i]);

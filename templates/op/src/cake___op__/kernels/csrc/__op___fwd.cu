@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads)
-    square_positive(__nv_bfloat16* __restrict__ y, const __nv_bfloat16* __restrict__ x, int64_t count) {
+__global__ void __launch_bounds__(kThreads) square_positive(__nv_bfloat16* __restrict__ y,
+                                                            const __nv_bfloat16* __restrict__ x, int64_t count) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   const float value = __bfloat162float(x[i]);
