@@ -19,7 +19,16 @@ from typing import Final, Literal
 from . import env
 from .build_json import Manifest
 from .cache_key import Contents, cache_key, check_toolkit, library_path, verify
-from .compiler import SIDECAR, SIDECAR_SCHEMA, BuildError, Compilation, is_built, lock_library, remove_library
+from .compiler import (
+    SIDECAR,
+    SIDECAR_SCHEMA,
+    BuildError,
+    Compilation,
+    is_built,
+    is_intact,
+    lock_library,
+    remove_library,
+)
 from .errors import check_int
 from .toolchain import find_toolchain
 
@@ -79,15 +88,17 @@ def no_build() -> Generator[None]:
 
 
 def discard(path: Path) -> None:
-    """Remove a published library, a corrupt one, so that the next ``build`` makes it anew.
+    """Remove a published library if it is corrupted, so that the next ``build`` makes it anew.
 
+    It is looked at again under its lock: another process may have found the same one and built it anew meanwhile.
     Processes that have it loaded keep their image. Waits while somebody builds it.
     Raises: RuntimeError when the cache cannot be written.
     """
     while (lock := lock_library(path)) is None:
         time.sleep(_POLL_SECONDS)
     try:
-        remove_library(path)
+        if not is_intact(path):
+            remove_library(path)
     finally:
         lock.release()
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final
 
 from . import env, ptxas
 from .build_json import Manifest
@@ -22,7 +22,16 @@ from .errors import message
 from .locks import FileLock, try_lock
 from .toolchain import find_toolchain, host_compiler, tvm_ffi_include, tvm_ffi_version
 
-__all__ = ["SIDECAR", "SIDECAR_SCHEMA", "BuildError", "Compilation", "is_built", "lock_library", "remove_library"]
+__all__ = [
+    "SIDECAR",
+    "SIDECAR_SCHEMA",
+    "BuildError",
+    "Compilation",
+    "is_built",
+    "is_intact",
+    "lock_library",
+    "remove_library",
+]
 
 SIDECAR: Final = "build_info.json"
 SIDECAR_SCHEMA: Final = "cake-build-info/1"
@@ -45,6 +54,15 @@ class BuildError(RuntimeError):
 def is_built(path: Path) -> bool:
     """Whether the cache holds the library at this ``library_path``."""
     return path.is_file() and (path.parent / SIDECAR).is_file()
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the library at this ``library_path`` has the bytes that its builder recorded."""
+    try:
+        info: Any = json.loads((path.parent / SIDECAR).read_bytes())
+        return info["sha256"] == file_sha256(path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def lock_library(path: Path) -> FileLock | None:

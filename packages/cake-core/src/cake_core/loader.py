@@ -37,7 +37,7 @@ Progress = Callable[[Event], None]
 
 
 class CorruptedLibrary(RuntimeError):
-    """The bytes of a library, or its sidecar, are not what the builder wrote."""
+    """The bytes of a library, or its sidecar, are not what the builder wrote, or the sidecar is gone."""
 
 
 class KernelPackage:
@@ -231,14 +231,15 @@ def renumbered(progress: Progress | None, first: int, total: int) -> Progress | 
 def checked_info(path: Path, library: Library) -> Mapping[str, Any]:
     """The sidecar of the library at ``path``, after its checks.
 
-    Raises: CorruptedLibrary (a RuntimeError) when the bytes differ from the recorded ones; RuntimeError when the
-    sidecar is missing, invalid or made for other architectures.
+    Raises: CorruptedLibrary (a RuntimeError) when the bytes differ from the recorded ones or the sidecar is missing;
+    RuntimeError when the sidecar is invalid or made for other architectures.
     """
     file = path.parent / SIDECAR
     try:
         data: Any = json.loads(file.read_bytes())
     except FileNotFoundError:
-        raise _sidecar_error(path, "missing", f"{SIDECAR} next to the library") from None
+        # In the cache: another process found the library corrupted and took it away a moment ago.
+        raise CorruptedLibrary(_sidecar_text(path, "missing", f"{SIDECAR} next to the library")) from None
     except ValueError:
         raise _corrupted(path, f"{SIDECAR} is no JSON") from None
     info = cast("dict[str, Any]", data if isinstance(data, dict) else {})
@@ -271,8 +272,11 @@ def _corrupted(path: Path, reason: str) -> CorruptedLibrary:
 
 
 def _sidecar_error(path: Path, got: str, wanted: str) -> RuntimeError:
-    remedy = f"delete {path.parent}"
-    return RuntimeError(message(f"library {path.stem}", str(path.parent / SIDECAR), got, wanted, remedy))
+    return RuntimeError(_sidecar_text(path, got, wanted))
+
+
+def _sidecar_text(path: Path, got: str, wanted: str) -> str:
+    return message(f"library {path.stem}", str(path.parent / SIDECAR), got, wanted, f"delete {path.parent}")
 
 
 # The rest prepares the process for its first library.

@@ -518,11 +518,28 @@ def test_a_rebuild_never_writes_into_a_published_file(tools: FakeToolchain, tmp_
     demo_manifest = demo(tmp_path / "k")
     (path,) = build.build(demo_manifest, ["alpha_sm_90a"])
     with path.open() as held:
+        (path.parent / build.SIDECAR).write_text("{")
         build.discard(path)
         assert not path.parent.exists()
         assert build.build(demo_manifest, ["alpha_sm_90a"]) == (path,)
         assert os.fstat(held.fileno()).st_ino != path.stat().st_ino
         assert held.read() == path.read_text()
+
+
+@pytest.mark.parametrize("damage", ["none", "library", "digest", "sidecar"])
+def test_what_is_discarded_is_looked_at_under_the_lock(tools: FakeToolchain, tmp_path: Path, damage: str) -> None:
+    """R39: another process may have rebuilt a library that was corrupted when this one saw it."""
+    demo_manifest = demo(tmp_path / "k")
+    (path,) = build.build(demo_manifest, ["alpha_sm_90a"])
+    if damage == "library":
+        append(path, "x")
+    elif damage == "digest":
+        (path.parent / build.SIDECAR).write_text('{"sha256": null}')
+    elif damage == "sidecar":
+        (path.parent / build.SIDECAR).write_text("[]")
+    build.discard(path)
+    assert path.exists() is (damage == "none")
+    build.discard(path)
 
 
 @pytest.mark.parametrize("lost", ["alpha_sm_90a.so", build.SIDECAR])

@@ -163,6 +163,52 @@ def test_a_library_that_is_not_built_is_refused_while_builds_are_forbidden(packa
         package.load(NAME)
 
 
+def test_a_library_that_another_process_has_rebuilt_is_kept(
+    package: KernelPackage, compiled: Path, builder: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R39, R40: two processes find the same corrupted library; the slower one uses what the faster one built."""
+    cached = build.library_path(package.manifest, NAME)
+    publish(compiled, cached)
+    os.truncate(cached, 100)
+    other = KernelPackage(package.root, package.aot)
+    lock_library = build.lock_library
+
+    def late(path: Path) -> Any:
+        monkeypatch.setattr(build, "lock_library", lock_library)
+        other.load(NAME)
+        return lock_library(path)
+
+    there: list[bool] = []
+    fake_build = build.build
+
+    def noted(*arguments: Any, **options: Any) -> tuple[Path, ...]:
+        there.append(build.is_built(cached))
+        return fake_build(*arguments, **options)
+
+    monkeypatch.setattr(build, "lock_library", late)
+    monkeypatch.setattr(build, "build", noted)
+    assert package.function(NAME)(1) == 2
+    assert there == [False, True]
+
+
+def test_a_library_that_another_process_takes_away_is_built_again(
+    package: KernelPackage, compiled: Path, builder: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R39: the other one found it corrupted after this one had seen that it is there."""
+    cached = build.library_path(package.manifest, NAME)
+    publish(compiled, cached)
+    is_built = build.is_built
+
+    def taken_away(path: Path) -> bool:
+        there = is_built(path)
+        shutil.rmtree(path.parent)
+        return there
+
+    monkeypatch.setattr(build, "is_built", taken_away)
+    assert package.function(NAME)(1) == 2
+    assert builder == [(NAME,)]
+
+
 def test_modules_and_functions_are_memoised(package: KernelPackage, compiled: Path, builder: list[Any]) -> None:
     """R41: one module and one function per library until they are forgotten."""
     publish(compiled, package.aot / f"{NAME}.so", digests=True)

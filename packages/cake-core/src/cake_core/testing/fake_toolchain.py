@@ -1,8 +1,8 @@
 """A CUDA toolkit and host compiler made of shell scripts, and small kernel packages for them.
 
 The scripts take a few milliseconds, log every start and end, can be slow, fail or print what ptxas would print. Their
-"objects" and "libraries" are the text of the sources with the quoted includes pasted in, so a test can see which bytes
-a library was made from.
+"objects" and "libraries" are the text of the sources with their quoted includes pasted in, from the source's folder or
+an ``-I`` one, so a test can see which bytes a library was made from.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ exec @FOLDER@/compile c++ "$@"
 """
 _COMPILE = """\
 #!/bin/sh
-tool=$1; shift; source=; output=; objects=; unit=link
+tool=$1; shift; source=; output=; objects=; folders=; unit=link
 while [ $# -gt 0 ]; do
   case "$1" in
   -c) source=$2; unit=$2; shift ;;
   -o) output=$2; shift ;;
+  -I*) folders="$folders ${1#-I}" ;;
   *.o) objects="$objects $1" ;;
   esac
   shift
@@ -49,7 +50,11 @@ if [ -n "$source" ]; then
   fi
   [ "$tool" = nvcc ] && cat @FOLDER@/stderr >&2
   { cat "$source"; sed -n 's/^#include "\\(.*\\)"/\\1/p' "$source" | while read -r header; do
-    cat "$(dirname "$source")/$header"; done; } > "$output" || exit 1
+    for folder in "$(dirname "$source")" $folders; do
+      [ -e "$folder/$header" ] && cat "$folder/$header" && continue 2
+    done
+    echo "$source: $header: no such file" >&2; exit 1
+  done; } > "$output" || exit 1
 else
   cat $objects > "$output" || exit 1
 fi
