@@ -99,7 +99,8 @@ def _prebuild(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check-limits",
         action="store_true",
-        help="fail when a kernel uses more registers, shared memory or spills than its manifest allows",
+        help="fail when a kernel uses more registers, shared memory or spills than its manifest allows, or a library "
+        "exports or needs a symbol that it must not",
     )
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import registry
 from ..build import SIDECAR, BuildError, Event
+from ..elf import check_symbols
 from ..errors import closest, message
 from ..ptxas import check_limits
 from ..spec import OpSpec
 from .output import Output, Progress, counted
+
+if TYPE_CHECKING:
+    from ..loader import KernelPackage
 
 __all__ = ["run"]
 
@@ -89,7 +93,7 @@ class _Report:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    """Compile what is not cached; 1 when a library failed or exceeds its limits."""
+    """Compile what is not cached; 1 when a library failed, or with --check-limits is not as it should be."""
     specs = _chosen(args.ops, args.all)
     params = _params(specs, args.param)
     archs = {spec.name: args.arch or _device_arch(spec) for spec in specs}
@@ -117,25 +121,34 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise NotImplementedError(
             message(_ENTRY, "--arch", repr(args.arch), "one that an installed op has libraries for")
         )
-    excess = _over_limits(specs, archs, report) if args.check_limits else []
+    finished = [*_finished(specs, archs, report)] if args.check_limits else []
+    excess, symbols = _over_limits(finished), _bad_symbols(finished)
     failed = [library for library in report.libraries.values() if library.state == "failed"]
     libraries = [asdict(library) for library in report.libraries.values()]
-    out.document({"libraries": libraries, "seconds": round(seconds, 3), "errors": errors, "over_limits": excess})
+    out.document(
+        {
+            "libraries": libraries,
+            "seconds": round(seconds, 3),
+            "errors": errors,
+            "over_limits": excess,
+            "symbols": symbols,
+        }
+    )
     for error in [library.error or library.name for library in failed] or errors:
         for line in error.splitlines():
             if not line.startswith("command: "):  # it is in the log, and longer than a screen
                 out.line(line)
-    for line in excess:
+    for line in (*excess, *symbols):
         out.line(line)
     out.line(report.summary(seconds))
-    return 1 if failed or errors or excess else 0
+    return 1 if failed or errors or excess or symbols else 0
 
 
 def _chosen(names: Sequence[str], everything: bool) -> list[OpSpec]:
     if everything == bool(names):
         got = "given together with --all" if names else "missing"
         raise ValueError(message(_ENTRY, "OP", got, "op names or --all"))
-    return [registry.op_spec(name) for name in (registry.ops() if everything else dict.fromkeys(names))]
+    return [registry.op_spec(name, entry=_ENTRY) for name in (registry.ops() if everything else dict.fromkeys(names))]
 
 
 def _params(specs: Sequence[OpSpec], texts: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -195,11 +208,12 @@ def _build(spec: OpSpec, arch: str, jobs: int | None, params: Mapping[str, Any],
     return paths
 
 
-def _over_limits(specs: Sequence[OpSpec], archs: Mapping[str, str], report: _Report) -> list[str]:
-    """One line for each compiler warning and each kernel over the limits of its manifest."""
+def _finished(
+    specs: Sequence[OpSpec], archs: Mapping[str, str], report: _Report
+) -> Iterator[tuple[KernelPackage, str, Path]]:
+    """(package, library, its file) of everything in the report that was built or was there already."""
     from ..loader import kernel_package
 
-    lines: list[str] = []
     for spec in specs:
         for declared in spec.packages:
             if declared.kind != "native":
@@ -207,11 +221,28 @@ def _over_limits(specs: Sequence[OpSpec], archs: Mapping[str, str], report: _Rep
             package = kernel_package(spec.name, declared.name)
             for name in package.libraries(archs[spec.name]):
                 library = report.libraries.get((spec.name, name))
-                if library is None or library.state == "failed":
-                    continue
-                sidecar = json.loads((package.path(name).parent / SIDECAR).read_text(encoding="utf-8"))
-                if "resources" in sidecar:
-                    lines += check_limits(package.manifest.library(name).limits, sidecar)
-                else:
-                    lines.append(f"{name}: prebuilt without a record of its resources; its limits cannot be checked")
+                if library is not None and library.state != "failed":
+                    yield package, name, package.path(name)
+
+
+def _over_limits(finished: Iterable[tuple[KernelPackage, str, Path]]) -> list[str]:
+    """One line for each compiler warning and each kernel over the limits of its manifest."""
+    lines: list[str] = []
+    for package, name, path in finished:
+        sidecar = json.loads((path.parent / SIDECAR).read_text(encoding="utf-8"))
+        if "resources" in sidecar:
+            lines += check_limits(package.manifest.library(name).limits, sidecar)
+        else:
+            lines.append(f"{name}: prebuilt without a record of its resources; its limits cannot be checked")
+    return lines
+
+
+def _bad_symbols(finished: Iterable[tuple[KernelPackage, str, Path]]) -> list[str]:
+    """One line for each symbol that a library exports or asks for and must not."""
+    lines: list[str] = []
+    for _, name, path in finished:
+        try:
+            lines += check_symbols(path)
+        except ValueError as error:
+            lines.append(f"{name}: {error}")
     return lines

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _chosen(names: Sequence[str], variant: str | None) -> tuple[list[OpSpec], dict[str, str]]:
     broken = dict(registry.failures())
     wanted = list(dict.fromkeys(names)) or sorted({*registry.ops(), *broken})
-    specs = [registry.op_spec(name) for name in wanted if name not in broken]
+    specs = [registry.op_spec(name, entry="verify") for name in wanted if name not in broken]
     if not wanted:
         raise ValueError(message("verify", "OP", "missing and no op is installed", "an installed op"))
     if variant is not None:

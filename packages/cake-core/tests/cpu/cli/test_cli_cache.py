@@ -93,6 +93,32 @@ def test_prune_without_an_age_removes_leftovers_only(cache: Path) -> None:
     assert names(cache) == {"toy_fwd", "toy_fwd.lock"}
 
 
+def test_prune_removes_leftovers_beside_a_library_unless_its_lock_is_held(cache: Path) -> None:
+    """R34: a discarded folder and the log of a failed rebuild; the library and its lock stay."""
+    home = library(cache, "toy_fwd")
+    leftover(cache, "toy_fwd")
+    lock = try_lock(home.with_name(home.name + ".lock"))
+    assert lock is not None
+    assert prune() == 0
+    lock.release()
+    assert names(cache) == {"toy_fwd", "toy_fwd.lock", "toy_fwd.log", "toy_fwd.tmp-1-89abcdef"}
+    assert prune() == 0
+    assert names(cache) == {"toy_fwd", "toy_fwd.lock"}
+    assert (home / "toy_fwd.so").exists()
+
+
+def test_a_lock_alone_is_a_leftover_unless_it_is_held(cache: Path) -> None:
+    """R34: a builder that has just begun has nothing but its lock."""
+    path = cache / f"toy_fwd-{KEY}.lock"
+    lock = try_lock(path)
+    assert lock is not None
+    assert prune() == 0
+    assert path.exists()
+    lock.release()
+    assert prune() == 0
+    assert names(cache) == set()
+
+
 def test_prune_by_age_removes_older_libraries_with_their_locks(cache: Path) -> None:
     """R89: --older-than compares with the time of the build."""
     library(cache, "toy_old", days_old=31)

@@ -114,7 +114,7 @@ def test_a_failure_is_in_the_document(installed: Toy, tools: FakeToolchain, caps
     [
         ([], "OP is missing; needs op names or --all"),
         (["toy", "--all"], "OP is given together with --all"),
-        (["toi", "--arch", "sm_90a"], "op is 'toi'; needs an installed op: toy"),
+        (["toi", "--arch", "sm_90a"], "cake: prebuild: op is 'toi'; needs an installed op: toy"),
         (["gqa", "--arch", "sm_90a"], "pip install cake-gqa"),
         (["toy"], "--arch is missing on a machine without a GPU"),
         (["toy", "--arch", "sm_80"], "--arch is 'sm_80'; needs one that has libraries: sm_90a"),
@@ -163,8 +163,14 @@ def test_all_skips_ops_without_libraries_for_the_architecture(
         assert "needs one that an installed op has libraries for" in capsys.readouterr().err
 
 
+@pytest.fixture
+def any_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake compilers' libraries are text and have no symbols."""
+    monkeypatch.setattr("cake_core.cli.prebuild.check_symbols", lambda path: ())
+
+
 def test_limits_accept_what_is_within_them(
-    installed: Toy, tools: FakeToolchain, capsys: pytest.CaptureFixture[str]
+    installed: Toy, tools: FakeToolchain, any_symbols: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """R95: the compile job of the tests; also for libraries that were in the cache."""
     installed.write_manifest(limits="registers = 40")
@@ -183,7 +189,12 @@ def test_limits_accept_what_is_within_them(
     ],
 )
 def test_limits_refuse_an_excess(
-    stderr: str, excess: str, installed: Toy, tools: FakeToolchain, capsys: pytest.CaptureFixture[str]
+    stderr: str,
+    excess: str,
+    installed: Toy,
+    tools: FakeToolchain,
+    any_symbols: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """R95: exit code 1 with library, kernel and figures, from a fresh build and from the cache alike."""
     installed.write_manifest(limits="registers = 40")
@@ -193,6 +204,50 @@ def test_limits_refuse_an_excess(
         over = [line for line in capsys.readouterr().out.splitlines() if excess in line]
         assert {line.partition(":")[0] for line in over} == {"toy_fwd_sm_90a", "toy_bwd_sm_90a"}
     assert prebuild("toy", "--arch", "sm_90a") == 0
+
+
+def test_a_library_that_is_none_fails_the_check_of_limits(
+    installed: Toy, tools: FakeToolchain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R45: what cannot be read was not checked; the line names the library."""
+    assert prebuild("toy", "--arch", "sm_90a", "--check-limits", "--json") == 1
+    first, second = document(capsys)["symbols"]
+    assert first.startswith("toy_bwd_sm_90a: ")
+    assert second.startswith("toy_fwd_sm_90a: ")
+    assert first.endswith("is not a little-endian ELF file of 64 bits")
+    assert prebuild("toy", "--arch", "sm_90a") == 0
+
+
+BINDING = """
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+extern "C" int cuInit(unsigned);
+EXPORTED int __tvm_ffi_run() { return BODY; }
+EXPORTED int __tvm_ffi_build_cuda_version() { return 0; }
+"""
+
+
+@pytest.mark.nvcc
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
+def test_symbols_are_checked_with_the_limits(installed: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    """R45, R48: of libraries just built and cached; the line names the library and the symbol."""
+    kernels = installed.folder / "kernels"
+    recipe = 'package = "cake_toy"\n'
+    for name, body in {"toy_fwd": "0", "toy_bwd": "cuInit(0)"}.items():
+        recipe += f'[[program]]\nname = "{name}"\nsources = ["csrc/{name}_binding.cc"]\narchs = ["sm_90a"]\n'
+        (kernels / "csrc" / f"{name}_binding.cc").write_text(BINDING.replace("BODY", body))
+    with (kernels / "csrc" / "toy_bwd_binding.cc").open("a") as file:
+        file.write("EXPORTED void launch_toy() {}\n")
+    (kernels / "libraries.toml").write_text(recipe)
+    manifest.write(kernels)
+    assert prebuild("toy", "--arch", "sm_90a") == 0
+    capsys.readouterr()
+    assert prebuild("toy", "--arch", "sm_90a", "--check-limits") == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "toy_bwd_sm_90a: exports launch_toy",
+        "toy_bwd_sm_90a: leaves cuInit undefined",
+        "2 libraries, all cached",
+    ]
+    assert prebuild("toy", "--arch", "sm_90a", "--param", "width=1", "--check-limits") == 0
 
 
 def test_a_child_process_prebuilds(toy: Toy, tools: FakeToolchain) -> None:
@@ -227,4 +282,4 @@ def test_real_compilers_build_the_synthetic_op_within_its_limits(
         assert prebuild("synthetic", "--arch", "sm_90a", "--param", "columns=64", "--check-limits", "--json") == 0
     built = document(capsys)
     assert len(built["libraries"]) == 3
-    assert built["over_limits"] == []
+    assert built["over_limits"] == built["symbols"] == []

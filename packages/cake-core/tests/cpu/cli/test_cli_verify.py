@@ -233,6 +233,14 @@ def test_an_op_without_the_wanted_variant_is_left_out_unless_it_is_named(
         assert "--variant is 'fast'; needs one of only's: det" in capsys.readouterr().err
 
 
+def test_an_unknown_op_is_refused_in_the_name_of_the_command(
+    installed: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R6, R89: the message names what the user called."""
+    assert verify("toi") == 1
+    assert capsys.readouterr().err.startswith("cake: verify: op is 'toi'; needs an installed op: toy")
+
+
 def test_cuda_without_a_device_is_one_line(installed: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     """R89: never a silent fallback to the CPU."""
     assert cli.main(["verify", "--device", "cuda"]) == 1
