@@ -7,7 +7,7 @@ GPU can see which device, stream, library and grid an op would use.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -54,6 +54,10 @@ class Backend:
         self.arch_memo: dict[tuple[int, HasLibraries | None], str] = {}
         self._capabilities: dict[int, tuple[int, int]] = {}
         self._sm_counts: dict[int, int] = {}
+        # new_empty of a tensor without elements, per device and dtype: torch.empty has to parse both.
+        self._new_bytes: dict[int, Callable[[int], Tensor]] = {}
+        self._new: dict[tuple[int, torch.dtype], Callable[..., Tensor]] = {}
+        self._fills: Callable[[], bool] = bool  # torch's deterministic mode, once torch is imported
 
     def device_of(self, tensor: Tensor) -> tuple[str, int | None]:
         if tensor.is_cuda:  # a third of what tensor.device and its attributes cost, and every operand is asked
@@ -85,17 +89,47 @@ class Backend:
         with torch.cuda.device(index):  # torch asks the current device's stream only
             return torch.cuda.is_current_stream_capturing()
 
-    def empty(self, nbytes: int, index: int) -> Tensor:
+    def torch_device(self, index: int) -> torch.device:
         import torch
 
-        if torch.are_deterministic_algorithms_enabled():
-            return uninitialized_like_torch((nbytes,), torch.uint8, torch.device("cuda", index))
-        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
+        return torch.device("cuda", index)
+
+    def empty(self, nbytes: int, index: int) -> Tensor:
+        try:
+            new = self._new_bytes[index]
+            if not self._fills():
+                return new(nbytes)
+        except KeyError:
+            self._remember(index)
+        import torch
+
+        return uninitialized_like_torch((nbytes,), torch.uint8, self.torch_device(index))
 
     def uninitialized(self, shape: Sequence[int], dtype: torch.dtype, index: int) -> Tensor:
+        try:
+            new = self._new[index, dtype]
+            if shape and not self._fills():
+                return new(*shape)  # sizes one by one: torch parses a tuple for a microsecond
+        except KeyError:
+            self._remember(index, dtype)
+        return uninitialized_like_torch(shape, dtype, self.torch_device(index))
+
+    def _remember(self, index: int, dtype: torch.dtype | None = None) -> None:
+        """Keep what makes tensors of ``dtype`` (None: bytes) on a device, unless deterministic mode would fill the
+        tensor it belongs to or a tensor mode would make another kind of tensor."""
         import torch
 
-        return uninitialized_like_torch(shape, dtype, torch.device("cuda", index))
+        bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+        self._fills = getattr(bindings, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+        if self._fills():
+            return
+        blank = torch.empty(0, dtype=torch.uint8 if dtype is None else dtype, device=self.torch_device(index))
+        if type(blank) is not torch.Tensor:
+            return
+        if dtype is None:
+            self._new_bytes[index] = blank.new_empty
+        else:
+            self._new[index, dtype] = blank.new_empty
 
     def capability(self, index: int) -> tuple[int, int]:
         known = self._capabilities.get(index)

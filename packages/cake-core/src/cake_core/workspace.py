@@ -71,7 +71,7 @@ def take(op: str, role: str, nbytes: int, device_index: int | None = None) -> Te
     """
     if type(nbytes) is not int or nbytes < 0:
         check_int(nbytes, "nbytes", entry="take", minimum=0)
-    if _keeps_nothing == config.generation():
+    if _keeps_nothing == config._state.generation:  # pyright: ignore[reportPrivateUsage]  # generation() without a call
         next(_unlocked)
         backend = devices.backend
         return backend.empty(nbytes, backend.current_device() if device_index is None else device_index)
@@ -136,7 +136,7 @@ def uninitialized(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         shape: sizes. dtype: element type. device: as torch takes it; an int is a CUDA device index.
     """
     if isinstance(device, int):
-        return devices.uninitialized(shape, dtype, device)
+        return devices.backend.uninitialized(shape, dtype, device)
     import torch
 
     target = torch.device(device)
