@@ -15,6 +15,7 @@ from cake_core.testing.gates import (
     assert_same_bits,
     fresh_process,
     poisoned_empty,
+    rel_rms_limit,
 )
 from torch import Tensor
 
@@ -39,6 +40,37 @@ def test_a_budget_that_would_hide_two_per_cent_on_this_output_is_refused(short: 
     assert assert_rel_rms(WANT * short, WANT, 1.8e-2, "y", detect_scale=None) < 1.8e-2
     with pytest.raises(AssertionError, match="would accept a scale"):
         assert_rel_rms(WANT * short, WANT, 1.8e-2, "y")
+
+
+FEW = torch.tensor([1.0039, -2.0078, 0.5019, 4.0155], dtype=torch.float64)  # each lies near the middle of two BF16
+
+
+def test_a_few_elements_may_have_the_error_of_their_own_rounding() -> None:
+    """One correct rounding of these four is over the budget; anything worse is refused all the same."""
+    rounded = FEW.bfloat16()
+    error = assert_rel_rms(rounded, FEW, 1.8e-3, "y")
+    assert error > 3.5e-3
+    assert rel_rms_limit(FEW, torch.bfloat16, 1.8e-3) == pytest.approx(1.02 * error)
+    assert rel_rms_limit(FEW, torch.float32, 1.8e-3) == 1.8e-3
+    wrong = rounded.clone()
+    wrong[3] = 3.984375  # the second nearest number below
+    for got in (rounded * 1.02, rounded / 1.02, wrong, torch.full_like(rounded, torch.nan)):
+        for scale in (1.02, None):
+            with pytest.raises(AssertionError, match=r"over the budget 1\.800e-03"):
+                assert_rel_rms(got, FEW, 1.8e-3, "y", detect_scale=scale)
+    with pytest.raises(AssertionError, match=r"over the budget 1\.800e-03$"):
+        assert_rel_rms(rounded.float(), FEW, 1.8e-3, "an FP32 output that was rounded to BF16")
+    with pytest.raises(AssertionError, match=r"over the budget 1\.000e-06$"):
+        assert_rel_rms(rounded, FEW, 1e-6, "a BF16 output where FP32 is due")
+
+
+def test_rounding_to_the_dtype_excuses_no_overflow_and_no_wrong_scale() -> None:
+    large = torch.full((4,), 1e39, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="over the budget"):
+        assert_rel_rms(torch.full((4,), torch.inf).bfloat16(), large, 1.8e-3, "y", detect_scale=None)
+    coarse = torch.full((4,), 1.06, dtype=torch.float64)  # rounds to 1 or 1.125 in FP8, 6 % away
+    with pytest.raises(AssertionError, match="would accept a scale"):
+        assert_rel_rms(coarse.to(torch.float8_e4m3fn), coarse, 3e-2, "y")
 
 
 def test_nan_and_infinity_are_refused() -> None:

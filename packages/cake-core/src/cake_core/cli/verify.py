@@ -158,7 +158,7 @@ def _verify(spec: OpSpec, device: str, variant: str | None, seed: int, progress:
 def _compare(
     row: _Row, shape: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], budgets: Mapping[str, Budget]
 ) -> None:
-    from ..testing.gates import assert_rel_rms
+    from ..testing.gates import assert_rel_rms, rel_rms_limit
 
     for name, tensor in got.items():
         if name not in want or name not in budgets:
@@ -167,6 +167,7 @@ def _compare(
         budget = budgets[name].rel_rms
         try:
             error = assert_rel_rms(tensor, want[name], budget, name)
+            budget = rel_rms_limit(want[name], tensor.dtype, budget)
         except AssertionError as failure:
             row.problems.append(f"{shape}: {_text(failure)}")
             error = _relative_rms(tensor, want[name]) if tensor.shape == want[name].shape else math.nan

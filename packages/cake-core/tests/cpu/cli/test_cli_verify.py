@@ -75,6 +75,22 @@ def test_a_budget_that_would_accept_two_percent_fails(installed: Toy, capsys: py
     assert "would accept a scale" in rows(capsys)["fwd", "det"]["problems"][0]
 
 
+@pytest.mark.parametrize(("factor", "code"), [("1", 0), ("(1 + 2**-9)", 1)])
+def test_few_elements_may_have_the_error_of_their_rounding(
+    factor: str, code: int, installed: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R91: a correctly rounded BF16 output passes and the row shows what it was held to; a quarter ulp more fails."""
+    installed.write(
+        "testing/budgets.py",
+        "from cake_core.testing.case import Budget\nBUDGETS = {'y': Budget(1.6e-3), 'dx': Budget(1e-5)}\n",
+    )
+    installed.write("api.py", f"def double(x):\n    return (x * 2 * {factor}).bfloat16()\n")
+    assert verify("--json") == code
+    row = rows(capsys)["fwd", "det"]
+    assert row["error"] > 1.6e-3
+    assert (row["error"] < row["budget"] < 1.02 * 2.0**-8) == (code == 0)
+
+
 def test_nan_fails_and_the_document_stays_json(installed: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     """R89, R91: NaN in any shape is the worst error of all, and JSON has no NaN."""
     installed.write("api.py", "def double(x):\n    return x * (float('nan') if x.numel() == 7 else 2)\n")
