@@ -23,6 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# OpenMP reads it when torch loads. With threads that spin while they wait, other work slows the training several times.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 import torch.nn.functional as F
 from cake_core import configure
