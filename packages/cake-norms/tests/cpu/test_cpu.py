@@ -14,6 +14,8 @@ from cake_norms.rmsnorm import (
     zero_centered_rmsnorm_fwd,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.checkpoint import checkpoint
 
 ROUNDING = 1.8e-3  # one BF16 rounding: 1.66e-3 relative RMS
@@ -486,6 +488,64 @@ def test_compile_has_no_graph_break_and_the_eager_bits(module: bool) -> None:
         for index, (a, b) in enumerate(zip(*results, strict=True)):
             assert_same_bits(b, a, f"compiled output {index} at {count} rows")
     assert counter.frame_count == 1
+
+
+def test_compile_with_dynamic_shapes_has_a_graph_per_row_size_and_one_for_all_row_counts() -> None:
+    """N04: dynamic=True makes the row size symbolic as well; the bits depend on it, so it is fixed in the graph."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def layer(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
+        return rmsnorm_silu_gate(zero_centered_rmsnorm(x, w), z, w)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    compilations = []
+    for width in (64, 128):
+        for count in (5, 9, 33):
+            results = []
+            for function in (layer, compiled):
+                shapes = ((count, width), (count, width), (width,))
+                leaves = [rows(seed, *shape).requires_grad_() for seed, shape in enumerate(shapes)]
+                y = function(*leaves)
+                y.square().sum().backward()
+                results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+            for index, (a, b) in enumerate(zip(*results, strict=True)):
+                assert_same_bits(b, a, f"compiled output {index} at [{count}, {width}]")
+            compilations.append(counter.frame_count)
+    first, second = compilations[0], compilations[-1]
+    assert compilations == [first] * 3 + [second] * 3
+    assert second > first
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_symbolic_sizes_are_served_on_every_device(where: str) -> None:
+    """N04: what the compiler asks of the operators, forward and backward, with fake operands of the device."""
+    import cake_norms.gated_rmsnorm.custom_ops
+    import cake_norms.rmsnorm.custom_ops  # noqa: F401
+
+    operators = torch.ops.cake_norms
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+
+    def symbolic(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(shape))
+        fake = mode.from_tensor(torch.empty(shape, dtype=dtype), symbolic_context=context)
+        return fake.new_empty(fake.shape, device=where)
+
+    x, dy, w = symbolic(6, 1000), symbolic(6, 1000), symbolic(1000)
+    assert not isinstance(x.shape[1], int)
+    y, rstd = operators.rmsnorm_fwd(x, w, 1e-6)
+    dx, dw = operators.rmsnorm_bwd(dy, x, w, rstd, True, True)
+    assert (y.shape, rstd.shape, dx.shape, dw.shape) == ((6, 1000), (6,), (6, 1000), (1000,))
+    x, z, dy, w = symbolic(6, 3, 128), symbolic(6, 3, 128), symbolic(6, 3, 128), symbolic(128)
+    y = operators.gate_fwd(x, z, w, 1e-6, "silu")
+    dx, dz, dw = operators.gate_bwd(dy, x, z, w, 1e-6, "silu", True, True, True)
+    assert y.shape == dx.shape == dz.shape == (6, 3, 128)
+    assert dw.shape == (128,)
+    if where == "cuda":
+        with pytest.raises(ValueError, match="hidden_size is 1004"):
+            operators.rmsnorm_fwd(symbolic(6, 1004), symbolic(1004), 1e-6)
+        with pytest.raises(ValueError, match="head dim"):
+            operators.gate_fwd(symbolic(6, 96), symbolic(6, 96), symbolic(96), 1e-6, "silu")
 
 
 def test_meta_tensors_have_shapes_and_types() -> None:

@@ -58,7 +58,7 @@ def check_forward(entry: str, x: Any, z: Any, weight: Any) -> str:
         raise ValueError(message(entry, "z", got, wanted, "view x as [tokens, heads, D] to keep a slice z in place"))
     if weight.dim() != 1:
         raise ValueError(message(entry, "weight", f"of shape {tuple(weight.shape)}", "one dimension, [D]"))
-    width = x.shape[-1]
+    width = int(x.shape[-1])  # symbolic under torch.compile(dynamic=True): lanes depend on it, so a graph serves one
     if width != weight.shape[0]:
         raise ValueError(message(entry, "weight", f"of {weight.shape[0]} elements", f"the {width} of a row of x"))
     if kind == "cuda" and width not in plan.HEAD_DIMS:

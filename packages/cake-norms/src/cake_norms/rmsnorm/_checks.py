@@ -44,7 +44,7 @@ def check_forward(entry: str, x: Any, weight: Any) -> str:
         raise ValueError(message(entry, "x", "0-d", "a shape [..., H]"))
     if weight.dim() != 1:
         raise ValueError(message(entry, "weight", f"of shape {tuple(weight.shape)}", "one dimension, [H]"))
-    hidden = x.shape[-1]
+    hidden = int(x.shape[-1])  # symbolic under torch.compile(dynamic=True): lanes depend on it, so a graph serves one
     if hidden != weight.shape[0]:
         raise ValueError(message(entry, "weight", f"of {weight.shape[0]} elements", f"the {hidden} of a row of x"))
     if kind == "cuda":
