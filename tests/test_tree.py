@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.toml"))
 # Written in pieces so that this file passes its own test.
 _HOSTS = (("py", "pi.org"), ("python", "hosted"), ("npm", "js."), ("deb.", "debian"), ("pytorch.org", "/whl"))
-_FOLDERS = (("ro", "ot"), ("wo", "rk"), ("fa", "rm"))
+_FOLDERS = (("roo", "t"), ("wor", "k"), ("far", "m"))
 HOSTS = re.compile("|".join(re.escape("".join(pieces)) for pieces in _HOSTS))
 MACHINE_PATHS = re.compile(
     r"(?:(?<![\w.}$*-])|(?<=-[IL]))/(?:" + "|".join(map("".join, _FOLDERS)) + "|" + "ho" + r"me/\w+" + ")/"
@@ -44,7 +44,7 @@ def test_no_tracked_file_names_a_registry_host_or_a_machine_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "pieces", [("see https://py", "pi.org/simple"), ("-I/ro", "ot/include"), ("cd /wo", "rk/main"), ("/ho", "me/me/x")]
+    "pieces", [("see https://py", "pi.org/simple"), ("-I/roo", "t/include"), ("cd /wor", "k/main"), ("/ho", "me/me/x")]
 )
 def test_the_host_and_path_patterns_see_what_they_are_for(pieces: tuple[str, str]) -> None:
     """R90: the grep above can fail."""
