@@ -140,6 +140,20 @@ def test_the_cpu_backend_keeps_the_elementwise_bounds(weight: torch.dtype) -> No
         _assert_bounds(gated, weight, y=y, dx=dx, dz=dz, dweight=dweight)
 
 
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_the_gate_keeps_its_bounds_where_it_is_saturated(activation: str) -> None:
+    """Gates from -20 to 20. The slope of a sigmoid near 1 is 1 - sigma, which cancels unless it is sigma(-z)."""
+    from cake_norms.gated_rmsnorm import rmsnorm_gate_bwd, rmsnorm_gate_fwd
+
+    source = Source("cpu", 17)
+    x, dy, w = source.normal(512, 128), source.normal(512, 128), source.normal(128, dtype=torch.float32, mean=1.0)
+    z = torch.linspace(-20, 20, 512 * 128).view(128, 512).t().contiguous().to(torch.bfloat16)
+    y = rmsnorm_gate_fwd(x, z, w, activation=activation)
+    dx, dz, dweight = rmsnorm_gate_bwd(dy, x, z, w, activation=activation)
+    ref = gated_oracle.reference(x, z, w, dy, activation=activation)
+    _assert_bounds(ref, w.dtype, y=y, dx=dx, dz=dz, dweight=dweight)
+
+
 def _assert_bounds(
     ref: rmsnorm_oracle.Reference | gated_oracle.Reference, weight: torch.dtype, **outputs: Tensor | None
 ) -> None:

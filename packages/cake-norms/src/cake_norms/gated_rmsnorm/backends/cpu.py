@@ -1,7 +1,7 @@
 """``gated_rmsnorm`` on the CPU: explicit forward and backward formulas, 1024 rows at a time, in FP32 or FP64.
 
 r   = 1 / sqrt(mean(x^2) + eps)     n = x r     s = 1 / (1 + exp(-z))
-act = z s (silu) or s (sigmoid)     act' = s + z s (1 - s) or s (1 - s)
+act = z s (silu) or s (sigmoid)     act' = s + z s (1 - s) or s (1 - s), 1 - s as sigmoid(-z): no cancellation
 y   = (n w) act
 a   = dy act                        q = mean(a w x) r^2
 dx  = r (a w - x q)                 dz = dy (n w) act'
@@ -64,7 +64,7 @@ def backward(
         silu = activation != "sigmoid"
         a = g * (gate * s if silu else s)
         if z_grad is not None:
-            slope = s * (1 - s)
+            slope = s * sigmoid(-gate)
             if silu:
                 slope = slope.mul_(gate).add_(s)
             z_grad[block] = (n * w).mul_(g).mul_(slope)
