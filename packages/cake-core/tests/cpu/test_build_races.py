@@ -109,7 +109,7 @@ def cached(manifest_: Manifest) -> tuple[Path, Path]:
 def test_sixteen_processes_compile_one_library_once_though_one_is_killed(
     tools: FakeToolchain, kernels: Path, builders: Builders
 ) -> None:
-    """X01, R32, R33: the builder that holds the lock dies mid-build; one other finishes, all load the same file."""
+    """R32, R33: fault X01: the builder that holds the lock dies mid-build; one other finishes, all load the same file."""
     tools.set_delay(30)
     builders.start(16)
     victim = tools.wait_for("start")[0].caller
@@ -216,7 +216,7 @@ def test_a_failure_elsewhere_does_not_strand_who_waits(tools: FakeToolchain, ker
 def test_a_changed_header_byte_rebuilds_whatever_its_time(
     tools: FakeToolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """X02, R29: same version, one byte changed, file time 1970 before and after: another library."""
+    """R29: fault X02: same version, one byte changed, file time 1970 before and after: another library."""
     core = tmp_path / "include"
     (core / "cake" / "v1").mkdir(parents=True)
     shared = core / "cake" / "v1" / "x.cuh"

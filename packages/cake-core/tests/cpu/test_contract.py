@@ -51,12 +51,18 @@ def scale_columns() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R91 without its fresh interpreter, which takes seconds and has a test of its own."""
+    monkeypatch.setattr(contract, "_check_imports", lambda loaded: None)
+
+
 installed = pytest.mark.parametrize("op", [*registry.ops(), OP.name])
 
 
 @installed
 def test_r91_declaration_is_torch_free_and_results_agree_with_the_oracle(op: str) -> None:
-    """R91: and R9: entry_points equals impl.__all__, no entry point takes a variant."""
+    """R9, R91: entry_points equals impl.__all__, no entry point takes a variant."""
     check("R91", op)
 
 
@@ -93,7 +99,7 @@ def test_r96_calls_work_after_release(op: str) -> None:
 def test_check_op_runs_every_requirement_and_names_the_one_that_failed(
     scale_columns: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R91: to R96, in order."""
+    """R91, R92, R93, R94, R95, R96: in this order."""
     seen: list[str] = []
 
     def fail(op: str) -> None:
@@ -111,14 +117,14 @@ def test_check_op_runs_every_requirement_and_names_the_one_that_failed(
 # ------------------------------------------------------------------------------------ each check refuses what it is for
 
 
-def test_r91_refuses_a_result_that_is_two_percent_off(part) -> None:
+def test_r91_refuses_a_result_that_is_two_percent_off(part, in_this_process: None) -> None:
     """R91: the budget is compared with the oracle."""
     part("testing.oracle", "scale_columns", lambda x, weight: 1.02 * x.double() * weight.double())
     with pytest.raises(AssertionError, match="over the budget"):
         check("R91", OP.name)
 
 
-def test_r91_refuses_a_budget_that_two_percent_would_pass(part) -> None:
+def test_r91_refuses_a_budget_that_two_percent_would_pass(part, in_this_process: None) -> None:
     """R91: a loose budget proves nothing."""
     budgets = importlib.import_module(f"{SYNTHETIC}.testing.budgets")
     part(
@@ -130,14 +136,14 @@ def test_r91_refuses_a_budget_that_two_percent_would_pass(part) -> None:
         check("R91", OP.name)
 
 
-def test_r91_refuses_entry_points_that_differ_from_all() -> None:
-    """R91: a public function that the declaration forgets."""
+def test_r91_refuses_entry_points_that_differ_from_all(in_this_process: None) -> None:
+    """R9, R91: a public function that the declaration forgets."""
     with pytest.raises(AssertionError, match="entry_points"):
         check_changed("R91", entry_points=OP.entry_points[:-1])
 
 
-def test_r91_refuses_an_entry_point_with_a_variant(part) -> None:
-    """R91: R9, only configure chooses."""
+def test_r91_refuses_an_entry_point_with_a_variant(part, in_this_process: None) -> None:
+    """R9, R91: only configure chooses."""
 
     def scale_columns(x: torch.Tensor, variant: str = "det") -> None: ...
 
@@ -368,11 +374,18 @@ def build_only(*, library: str) -> None:
 
 @pytest.mark.nvcc
 def test_routes_of_a_prebuilt_op_compile_nothing_and_others_are_refused(scale_columns: None) -> None:
-    """R53: and R93: one prebuild into an empty cache serves every named library, and no other."""
-    served = {"forward": {"library": "scale_fwd_vec4_sm_90a"}, "det": {"library": "scale_bwd_det_vec4_sm_90a"}}
-    check_routes(OP.name, served, build_only, arch="sm_90a", columns=64)
+    """R53, R93: one prebuild into an empty cache serves every named library, and no other."""
+    built = ["scale_fwd_vec4_sm_90a", "scale_bwd_det_vec4_sm_90a"]
+    routes = {name: {"library": name} for name in built} | {"other": {"library": "probe_sm_90a"}}
+    served: list[str] = []
+
+    def run(*, library: str) -> None:
+        build_only(library=library)
+        served.append(library)
+
     with pytest.raises(BuildForbidden) as caught:
-        check_routes(OP.name, {"other": {"library": "probe_sm_90a"}}, build_only, arch="sm_90a", columns=64)
+        check_routes(OP.name, routes, run, arch="sm_90a", columns=64)
+    assert served == built
     assert caught.value.__notes__ == ["op 'synthetic', route 'other': {'library': 'probe_sm_90a'}"]
 
 

@@ -49,7 +49,7 @@ class Model:
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.one_of(requests, requests, requests, bounds, captures, releases), max_size=40))
 def test_the_pool_never_holds_more_than_its_bound(steps: list[tuple[Any, ...]]) -> None:
-    """R66: after every request, whatever the order, changing bounds included; which buffers stay is LRU (R67, R68)."""
+    """R66, R67, R68: after every request, whatever the order, changing bounds included; which buffers stay is LRU."""
     model = Model()
     configure()
     with FakeCuda(devices=2) as fake:

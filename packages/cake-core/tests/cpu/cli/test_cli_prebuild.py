@@ -274,10 +274,10 @@ def test_a_terminal_shows_progress_and_the_summary(toy: Toy, tools: FakeToolchai
 @pytest.mark.nvcc
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 def test_real_compilers_build_the_synthetic_op_within_its_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """R52, R95: without a GPU."""
-    monkeypatch.setenv("CAKE_CACHE_DIR", str(tmp_path))
+    """R52, R95: without a GPU; the tests that compile this op share a cache."""
+    monkeypatch.setenv("CAKE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
     with registry.override({"synthetic": SYNTHETIC}):
         assert prebuild("synthetic", "--arch", "sm_90a", "--param", "columns=64", "--check-limits", "--json") == 0
     built = document(capsys)
