@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from .spec import REQUIRED, OpSpec, Param
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["prebuild", "release"]
+__all__ = ["arch_of", "prebuild", "release"]
 
 _memo: dict[tuple[Any, ...], tuple[Path, ...]] = {}
 _lock = threading.Lock()
@@ -59,7 +60,7 @@ def prebuild(
         index = _device_index(device)
         if index is None:
             return ()
-        arch = _device_arch(spec, index)
+        arch = arch_of(spec, index)
     key = _memo_key(spec, index, arch, params)
     with _lock:
         paths = _memo.get(key)
@@ -177,11 +178,18 @@ def _device_index(device: Any) -> int | None:
     return index
 
 
-def _device_arch(spec: OpSpec, index: int) -> str:
+def arch_of(spec: OpSpec, index: int | None = None) -> str:
+    """The architecture whose libraries the op runs on a CUDA device; None: the current device.
+
+    Raises: NotImplementedError, in the name of ``prebuild``, for a device without any.
+    """
     from .device import device_arch
 
     has_native = any(package.kind == "native" for package in spec.packages)
-    return device_arch(index, package=loader.kernel_package(spec.name) if has_native else None)
+    try:
+        return device_arch(index, package=loader.kernel_package(spec.name) if has_native else None)
+    except NotImplementedError as error:
+        raise NotImplementedError("prebuild: " + str(error).removeprefix("device_arch: ")) from None
 
 
 def _memo_key(spec: OpSpec, index: int | None, arch: str, params: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -219,3 +227,12 @@ def _build(
         numbered = loader.renumbered(progress, len(paths), total)
         paths += packages[name].build(libraries, max_workers=max_workers, progress=numbered)
     return tuple(sorted(paths))
+
+
+def _after_fork() -> None:
+    """A thread that held the lock does not exist in the child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -147,7 +147,7 @@ def test_a_device_that_cannot_be_served_is_named(device: Any, kind: type[Excepti
 
 def test_an_architecture_without_libraries_is_refused() -> None:
     """R51: by device and by name; the message lists what is served."""
-    with FakeCuda(capability=(7, 5)), pytest.raises(NotImplementedError, match=r"7\.5.*sm_80, sm_90a"):
+    with FakeCuda(capability=(7, 5)), pytest.raises(NotImplementedError, match=r"^prebuild: .*7\.5.*sm_80, sm_90a"):
         prebuild("synthetic", columns=64)
     with pytest.raises(NotImplementedError, match=r"arch is 'sm_103a'.*sm_80, sm_90a"):
         prebuild("synthetic", arch="sm_103a", columns=64)

@@ -96,12 +96,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Compile what is not cached; 1 when a library failed, or with --check-limits is not as it should be."""
     specs = _chosen(args.ops, args.all)
     params = _params(specs, args.param)
-    archs = {spec.name: args.arch or _device_arch(spec) for spec in specs}
+    archs: dict[str, str] = {}
     started = time.monotonic()
     errors: list[str] = []
     with out.progress(_ENTRY) as progress:
         report = _Report(progress)
         for spec in specs:
+            try:
+                archs[spec.name] = args.arch or _device_arch(spec)
+            except NotImplementedError as error:
+                if not args.all:
+                    raise
+                progress.log(f"skipped {spec.name}: {error}")
+        for spec in (spec for spec in specs if spec.name in archs):
             arch = archs[spec.name]
             try:
                 paths = _build(spec, arch, args.jobs, params[spec.name], report)
@@ -118,9 +125,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
                     report.add(_Library(spec.name, name, arch, "cached"))
     seconds = time.monotonic() - started
     if not report.libraries and not errors:
-        raise NotImplementedError(
-            message(_ENTRY, "--arch", repr(args.arch), "one that an installed op has libraries for")
-        )
+        got = repr(args.arch) if args.arch else "that of a device without libraries"
+        raise NotImplementedError(message(_ENTRY, "--arch", got, "one that an installed op has libraries for"))
     finished = [*_finished(specs, archs, report)] if args.check_limits else []
     excess, symbols = _over_limits(finished), _bad_symbols(finished)
     failed = [library for library in report.libraries.values() if library.state == "failed"]
@@ -178,13 +184,13 @@ def _value(kind: str, text: str, name: str) -> Any:
 
 def _device_arch(spec: OpSpec) -> str:
     from .. import device
-    from ..loader import kernel_package
+    from ..lifecycle import arch_of
 
     if device.device_count() == 0:
         raise RuntimeError(
             message(_ENTRY, "--arch", "missing on a machine without a GPU", "an architecture", "such as --arch sm_90a")
         )
-    return device.device_arch(package=kernel_package(spec.name))
+    return arch_of(spec)
 
 
 def _build(spec: OpSpec, arch: str, jobs: int | None, params: Mapping[str, Any], report: _Report) -> Sequence[Path]:
@@ -216,7 +222,7 @@ def _finished(
 
     for spec in specs:
         for declared in spec.packages:
-            if declared.kind != "native":
+            if declared.kind != "native" or spec.name not in archs:
                 continue
             package = kernel_package(spec.name, declared.name)
             for name in package.libraries(archs[spec.name]):

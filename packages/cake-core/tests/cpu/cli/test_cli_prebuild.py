@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +147,36 @@ def test_the_device_names_the_architecture(
         with FakeCuda(devices=1, capability=capability):
             assert prebuild("toy", "--json") == 0
         assert {entry["arch"] for entry in document(capsys)["libraries"]} == {arch}
+
+
+def test_a_device_without_programs_is_refused_in_the_name_of_the_command(
+    installed: Toy, tools: FakeToolchain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R51: the message names what the user called, and the device."""
+    with FakeCuda(devices=1, capability=(7, 5)):
+        assert prebuild("toy") == 1
+    assert capsys.readouterr().err.startswith("cake: prebuild: device cuda:0 is of compute capability 7.5; needs")
+
+
+def test_all_skips_ops_without_programs_for_the_device(
+    installed: Toy, tools: FakeToolchain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R51: one op for other devices and one that runs on the CPU alone do not stop the rest."""
+    specs = {name: registry.op_spec(name) for name in registry.ops()}
+    other = replace(SYNTHETIC, packages=(), libraries=None)
+    with registry.override(specs | {"synthetic": other}), FakeCuda(devices=1, capability=(9, 0)):
+        assert prebuild("--all") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("skipped synthetic: ")
+        assert lines[-1].startswith("2 libraries: 2 built")
+    with registry.override(specs | {"synthetic": SYNTHETIC}), FakeCuda(devices=1, capability=(8, 9)):
+        assert prebuild("--all") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("skipped toy: prebuild: device cuda:0 is of compute capability 8.9")
+        assert "scale_fwd_vec4_sm_80" in "".join(lines)
+    with FakeCuda(devices=1, capability=(8, 9)):
+        assert prebuild("--all") == 1
+        assert "--arch is that of a device without libraries" in capsys.readouterr().err
 
 
 def test_all_skips_ops_without_libraries_for_the_architecture(
