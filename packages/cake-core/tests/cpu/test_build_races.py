@@ -109,7 +109,7 @@ def cached(manifest_: Manifest) -> tuple[Path, Path]:
 def test_sixteen_processes_compile_one_library_once_though_one_is_killed(
     tools: FakeToolchain, kernels: Path, builders: Builders
 ) -> None:
-    """R32, R33: fault X01: the builder that holds the lock dies mid-build; one other finishes, all load the same file."""
+    """R32, R33: fault X01: the lock's holder dies mid-build; one other finishes, all load the same file."""
     tools.set_delay(30)
     builders.start(16)
     victim = tools.wait_for("start")[0].caller
