@@ -42,21 +42,18 @@ def bf16_ulp(value: Tensor) -> Tensor:
 
 
 def named(**outputs: Tensor | None) -> dict[str, Tensor]:
-    """Outputs under the names of their budgets: "dweight" is FP32, "dweight_bf16" is rounded to BF16, and "_few" marks
-    a BF16 output of fewer than 2048 elements, whose relative RMS error is a sample and not yet a mean."""
+    """Outputs under the names of their budgets."""
     found: dict[str, Tensor] = {}
     for name, value in outputs.items():
         if value is None:
             raise AssertionError(f"{name} misses although it was asked for")
-        found[budget_name(name, value.dtype, value.numel())] = value
+        found[budget_name(name, value.dtype)] = value
     return found
 
 
-def budget_name(name: str, dtype: torch.dtype, elements: int) -> str:
-    """The budget of output ``name`` when it has this dtype and size."""
-    if name == "dweight" and dtype == torch.bfloat16:
-        name = "dweight_bf16"
-    return f"{name}_few" if dtype == torch.bfloat16 and elements < 2048 else name
+def budget_name(name: str, dtype: torch.dtype) -> str:
+    """The budget of output ``name`` in this dtype: "dweight" is FP32, "dweight_bf16" is rounded to BF16."""
+    return "dweight_bf16" if name == "dweight" and dtype == torch.bfloat16 else name
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -103,9 +104,9 @@ def _assert_within(got: Tensor, want: Tensor, bound: Tensor, name: str) -> None:
 def _assert_accurate(
     got: dict[str, Tensor], x: Tensor, z: Tensor, w: Tensor, dy: Tensor, where: str, activation: str = "silu"
 ) -> None:
-    """Every output within its elementwise bound and, where it has elements enough, its relative RMS budget."""
+    """Every output within its elementwise bound and its relative RMS budget."""
     dim = x.shape[-1]
-    dweight, terms = (torch.zeros(dim, device=x.device, dtype=torch.float64) for _ in range(2))
+    dweight, error = (torch.zeros(dim, device=x.device, dtype=torch.float64) for _ in range(2))
     step = max(1, CHUNK_ELEMENTS // (x.shape[1] * dim))
     for first in range(0, x.shape[0], step):
         part = slice(first, first + step)
@@ -114,15 +115,12 @@ def _assert_accurate(
         for name in ("y", "dx", "dz"):
             value, want = got[name][part], getattr(ref, name)
             _assert_within(value, want, bounds[name], f"{where} {name}")
-            if value.numel() >= 2048:
-                assert_rel_rms(value, want, BUDGETS[name].rel_rms, f"{where} {name}")
+            assert_rel_rms(value, want, BUDGETS[name].rel_rms, f"{where} {name}")
         dweight += ref.dweight
-        terms += ref.dweight_terms
-    bf16 = w.dtype == torch.bfloat16
-    bound = 2.0**-21 * terms + (2.0**-8 * dweight.abs() if bf16 else 0)
-    _assert_within(got["dweight"], dweight, bound, f"{where} dweight")
-    if not bf16:
-        assert_rel_rms(got["dweight"], dweight, BUDGETS["dweight"].rel_rms, f"{where} dweight")
+        error += ref.dweight_error
+    _assert_within(got["dweight"], dweight, oracle.dweight_bound(dweight, error, w.dtype), f"{where} dweight")
+    budget = BUDGETS["dweight_bf16" if w.dtype == torch.bfloat16 else "dweight"]
+    assert_rel_rms(got["dweight"], dweight, budget.rel_rms, f"{where} dweight")
 
 
 def _assert_same(got: dict[str, Tensor], want: dict[str, Tensor], where: str, names: tuple[str, ...] = NAMES) -> None:
@@ -252,14 +250,13 @@ digest = hashlib.sha256(raw).hexdigest()
 
 
 def test_a_fresh_process_has_the_same_bits() -> None:
-    code = _DIGEST + "print(digest)\n"
-    digests = {
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-        for _ in range(2)
-    }
-    here: dict[str, Any] = {}
-    exec(_DIGEST, here)
-    assert digests == {here["digest"]}
+    command = (sys.executable, "-c", _DIGEST + "print(digest)\n")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        here: dict[str, Any] = {}
+        exec(_DIGEST, here)
+        there, _ = child.communicate()
+    assert child.returncode == 0
+    assert there.strip() == here["digest"]
 
 
 def test_the_portable_library_has_the_bits_of_the_own_one() -> None:
@@ -267,6 +264,7 @@ def test_the_portable_library_has_the_bits_of_the_own_one() -> None:
     x, z, w, dy = _operands(1057, 12)
     own = _run(x, z, w, dy)
     package = loader.kernel_package("gated_rmsnorm")
+    package.build(("gated_rmsnorm_fwd_sm_80", "gated_rmsnorm_bwd_sm_80"))  # side by side
     partial_rows = plan.plan_backward(1057 * 12, 128).partial_rows
     got = {name: torch.empty_like(value) for name, value in own.items()}
     partial = torch.empty(partial_rows, 128, device=DEVICE)
@@ -487,34 +485,72 @@ def test_operands_of_another_device_than_the_current_one() -> None:
 
 
 _SANITIZED = """
+import itertools
 import torch
-from cake_norms.gated_rmsnorm import rmsnorm_gate_bwd, rmsnorm_gate_fwd
-tokens, stride = 37, 144
-def end_of_allocation(seed):
-    flat = torch.zeros(tokens * stride, device="cuda", dtype=torch.bfloat16)
-    view = flat.as_strided((tokens, 1, 128), (stride, stride, 1), stride - 128)
-    return view.copy_(torch.randn(tokens, 1, 128, generator=torch.Generator().manual_seed(seed)))
-x, z, dy = end_of_allocation(1), end_of_allocation(2), end_of_allocation(3)
-w = torch.ones(128, device="cuda")
-y = rmsnorm_gate_fwd(x, z, w)
-dx, dz, dw = rmsnorm_gate_bwd(dy, x, z, w)
+from cake_norms.gated_rmsnorm import plan, rmsnorm_gate_bwd, rmsnorm_gate_fwd
+
+generator = torch.Generator().manual_seed(1)
+
+def operand(tokens, heads, dim, pad):
+    # The last columns of a buffer of NaN that ends with the last token. One copy from the host fills it: the tools do
+    # not look into the kernels of torch, so what those write would count as never written.
+    stride = heads * dim + pad
+    flat = torch.full((tokens * stride,), torch.nan, dtype=torch.bfloat16)
+    layout = (tokens, heads, dim), (stride, dim, 1), pad
+    flat.as_strided(*layout).copy_(torch.randn(tokens, heads, dim, generator=generator))
+    return flat.to("cuda").as_strided(*layout)
+
+def finite(*outputs):
+    assert all(bool(value.cpu().isfinite().all()) for value in outputs if value is not None)
+
+seen = []
+for tokens, heads, dim, weight, activation in (
+    (37, 1, 128, torch.float32, "silu"),
+    (37, 1, 128, torch.bfloat16, "sigmoid"),
+    (1, 1, 64, torch.bfloat16, "silu"),
+    (3, 3, 256, torch.float32, "sigmoid"),
+    (180, 8, 128, torch.bfloat16, "silu"),
+    (100, 3, 64, torch.float32, "sigmoid"),
+    (61, 12, 256, torch.bfloat16, "silu"),
+):
+    x, z, dy = operand(tokens, heads, dim, 8), operand(tokens, heads, dim, 16), operand(tokens, heads, dim, 0)
+    w = torch.rand(dim, generator=generator).to(weight).to("cuda")
+    finite(rmsnorm_gate_fwd(x, z, w, activation=activation))
+    every = tokens * heads <= 300
+    for needs in itertools.product((True, False), repeat=3) if every else ((True, True, True), (False, False, True)):
+        finite(*rmsnorm_gate_bwd(dy, x, z, w, activation=activation, needs=needs))
+    seen.append(plan.plan_backward(tokens * heads, dim).partial_rows)
+assert min(seen) == 1 and max(seen) > 32, seen
 torch.cuda.synchronize()
-print("done", float(y.float().sum()), float(dx.float().sum()), float(dz.float().sum()), float(dw.sum()))
+print("done", seen)
 """
+
+
+@pytest.fixture(scope="module")
+def sanitized() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """Tool -> run, all side by side. Operands end with their allocations, which a caching allocator would hide."""
+    _run(*_operands(1, 1))  # compiled before
+    own = ("--kernel-name", "kns=rmsnorm")
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+    def run(tool: str, *options: str) -> subprocess.CompletedProcess[str]:
+        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5", *options)
+        command = (*command, sys.executable, "-c", _SANITIZED)
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+    with ThreadPoolExecutor() as pool:
+        yield {
+            "memcheck": pool.submit(run, "memcheck", *own),
+            "racecheck": pool.submit(run, "racecheck", *own),
+            "initcheck": pool.submit(run, "initcheck"),
+        }
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on PATH")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
-def test_the_sanitizer_finds_nothing(tool: str) -> None:
-    """Operands end with their allocations, which the caching allocator would hide."""
-    _run(*_operands(1, 1))  # compiled before
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kns=rmsnorm"]
-    done = subprocess.run(
-        [*command, sys.executable, "-c", _SANITIZED],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "done" in done.stdout
+def test_the_sanitizer_finds_nothing(sanitized: dict[str, Future[subprocess.CompletedProcess[str]]], tool: str) -> None:
+    """One CTA and many with their reduction, both weight dtypes and gates, every head dim and subset of gradients."""
+    done = sanitized[tool].result()
+    assert done.returncode == 0, done.stdout[:4000] + done.stdout[-2000:]
+    assert "done [" in done.stdout

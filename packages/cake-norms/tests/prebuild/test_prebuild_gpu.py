@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -32,13 +33,26 @@ print(len(ROUTES), "routes")
 """
 
 
+@pytest.fixture(scope="module")
+def checked() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """Op -> its process. Both compile at the same time."""
+
+    def run(op: str) -> subprocess.CompletedProcess[str]:
+        code = _CHECK.format(op=op, module=f"cake_norms.{op}.testing.routes")
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    with ThreadPoolExecutor() as pool:
+        yield {op: pool.submit(run, op) for op in ("rmsnorm", "gated_rmsnorm")}
+
+
 @pytest.mark.parametrize(
     ("op", "table"), [("rmsnorm", routes.ROUTES), ("gated_rmsnorm", gated_routes.ROUTES)], ids=["rmsnorm", "gated"]
 )
-def test_a_prebuilt_process_compiles_nothing(op: str, table: Mapping[str, Mapping[str, Any]]) -> None:
+def test_a_prebuilt_process_compiles_nothing(
+    checked: dict[str, Future[subprocess.CompletedProcess[str]]], op: str, table: Mapping[str, Mapping[str, Any]]
+) -> None:
     """R53, R58, R59: every call-time switch of the op, forward and backward, after one prebuild into an empty cache."""
-    code = _CHECK.format(op=op, module=f"cake_norms.{op}.testing.routes")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = checked[op].result()
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == [str(len(table)), "routes"]
 

@@ -1,7 +1,9 @@
 """Largest relative RMS error of each output against the FP64 definition. Elementwise bounds: ``oracle.Reference``.
 
-A BF16 result of one correct rounding has 1.66e-3 on average and never more than 2^-8, which is the budget of outputs
-with few elements ("_few", see ``_testing.named``). "dweight" is FP32; in BF16 its 64 to 256 elements are always few.
+A BF16 result of one correct rounding has 1.66e-3 on average. The error of few elements scatters around it: the gate
+allows an output 1.02 times the error of its own correct rounding (``gates.rel_rms_limit``); 1.00001 times was measured.
+The figures here are of outputs of 2048 elements or more. "dweight" is FP32; in BF16, which has 64 to 256 elements, the
+figure is the relative RMS over all cases.
 """
 
 from __future__ import annotations
@@ -14,11 +16,8 @@ _WHERE = "CPU backend, x86-64, torch 2.13, 12 seeds of shapes.VERIFY, 2026-11-30
 
 BUDGETS = {
     "y": Budget(1.8e-3, 1.69e-3, _WHERE),
-    "y_few": Budget(2.0**-8, 2.28e-3, _WHERE),
     "dx": Budget(1.8e-3, 1.72e-3, _WHERE),
-    "dx_few": Budget(2.0**-8, 2.26e-3, _WHERE),
     "dz": Budget(1.8e-3, 1.69e-3, _WHERE),
-    "dz_few": Budget(2.0**-8, 1.87e-3, _WHERE),
     "dweight": Budget(1e-6, 9.75e-8, _WHERE),
-    "dweight_bf16_few": Budget(2.0**-8, 2.11e-3, _WHERE),
+    "dweight_bf16": Budget(1.8e-3, 1.67e-3, _WHERE),
 }

@@ -91,7 +91,7 @@ def make_case(
             "dz": (ref.dz, x.dtype),
             "dweight": (ref.dweight, w.dtype),
         }
-        return {budget_name(name, dtype, value.numel()): value for name, (value, dtype) in wanted.items()}
+        return {budget_name(name, dtype): value for name, (value, dtype) in wanted.items()}
 
     matrix = 2 * x.numel()
     traffic = {"fwd": 3 * matrix + w.nbytes, "bwd": 5 * matrix + 2 * w.nbytes}

@@ -1,7 +1,8 @@
 """Largest relative RMS error of each output against the FP64 definition. Elementwise bounds: ``oracle.Reference``.
 
-A BF16 result of one correct rounding has 1.66e-3 on average and never more than 2^-8, which is the budget of outputs
-with few elements ("_few", see ``_testing.named``). "dweight" is FP32, "dweight_bf16" is rounded once more.
+A BF16 result of one correct rounding has 1.66e-3 on average. The error of few elements scatters around it: the gate
+allows an output 1.02 times the error of its own correct rounding (``gates.rel_rms_limit``); 1.00001 times was measured.
+The figures here are of outputs of 2048 elements or more. "dweight" is FP32, "dweight_bf16" is rounded once more.
 """
 
 from __future__ import annotations
@@ -18,5 +19,4 @@ BUDGETS = {
     "dx": Budget(1.8e-3, 1.70e-3, _WHERE),
     "dweight": Budget(1e-6, 6.48e-8, _WHERE),
     "dweight_bf16": Budget(1.8e-3, 1.75e-3, _WHERE),
-    "dweight_bf16_few": Budget(2.0**-8, 2.27e-3, _WHERE),
 }

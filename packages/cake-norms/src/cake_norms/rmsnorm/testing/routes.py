@@ -86,7 +86,7 @@ def make_case(
             "dx": (ref.dx, x.dtype),
             "dweight": (ref.dweight, w.dtype),
         }
-        return {budget_name(name, dtype, value.numel()): value for name, (value, dtype) in wanted.items()}
+        return {budget_name(name, dtype): value for name, (value, dtype) in wanted.items()}
 
     matrix, vectors = 2 * rows * hidden_size, 4 * rows + w.nbytes
     traffic = {"fwd": 2 * matrix + vectors, "bwd": 3 * matrix + vectors + w.nbytes}
