@@ -6,7 +6,7 @@ No state is kept here: a trainer builds several parsers in one process and may h
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,8 @@ def validate_args(args: Any) -> None:
     ``--deterministic-mode``, a selector whose distribution is not installed, and whatever an op's own check refuses;
     TypeError for a wrong Python type; RuntimeError when the declaration of a selected op is broken.
     """
+    if isinstance(args, Mapping):  # it has none of the attributes, so everything would look unselected
+        raise TypeError(message(_ENTRY, "args", "a mapping", "an object with attributes", "argparse.Namespace(**args)"))
     deterministic = check_deterministic(getattr(args, DETERMINISTIC_DEST, None), entry=_ENTRY)
     check_pool_bytes(getattr(args, POOL_DEST, None), entry=_ENTRY)
     specs = [registry.op_spec(name) for name in registry.ops()]

@@ -7,6 +7,7 @@ one; it dies with its process, and the next holder removes what a killed builder
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -85,6 +86,15 @@ def no_build() -> Generator[None]:
     finally:
         with _forbid_lock:
             _forbidden -= 1
+
+
+def _after_fork() -> None:
+    """A thread that held the lock does not exist in the child."""
+    global _forbid_lock
+    _forbid_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def discard(path: Path) -> None:

@@ -52,8 +52,12 @@ class BuildError(RuntimeError):
 
 
 def is_built(path: Path) -> bool:
-    """Whether the cache holds the library at this ``library_path``."""
-    return path.is_file() and (path.parent / SIDECAR).is_file()
+    """Whether the cache holds the library at this ``library_path``.
+
+    Raises: RuntimeError when this process may not look into the cache.
+    """
+    with _cache_errors():
+        return path.is_file() and (path.parent / SIDECAR).is_file()
 
 
 def is_intact(path: Path) -> bool:

@@ -7,6 +7,7 @@ and the per-call reads are two attribute and dictionary look-ups without a lock.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -278,3 +279,12 @@ def _forget_memos() -> None:
 
 
 registry.subscribe(_forget_memos)
+
+
+def _after_fork() -> None:
+    """A thread that held the lock does not exist in the child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

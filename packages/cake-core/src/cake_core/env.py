@@ -25,12 +25,20 @@ def _text(name: str) -> str | None:
 
 
 def cache_root() -> Path:
-    """Where compiled libraries are kept: ``CAKE_CACHE_DIR``, else ``$XDG_CACHE_HOME/cake``, else ``~/.cache/cake``."""
-    if (own := _text("CAKE_CACHE_DIR")) is not None:
-        return Path(own).expanduser().absolute()
-    if (xdg := _text("XDG_CACHE_HOME")) is not None:
-        return Path(xdg).expanduser().absolute() / "cake"
-    return Path.home() / ".cache" / "cake"
+    """Where compiled libraries are kept: ``CAKE_CACHE_DIR``, else ``$XDG_CACHE_HOME/cake``, else ``~/.cache/cake``.
+
+    Raises: RuntimeError when it lies below a home folder and this user has none.
+    """
+    own, xdg = _text("CAKE_CACHE_DIR"), _text("XDG_CACHE_HOME")
+    try:
+        if own is not None:
+            return Path(own).expanduser().absolute()
+        if xdg is not None:
+            return Path(xdg).expanduser().absolute() / "cake"
+        return Path.home() / ".cache" / "cake"
+    except RuntimeError:
+        got = repr(own or xdg or "~/.cache/cake") + " without a home folder of this user"
+        raise RuntimeError(message("cake", "the cache folder", got, "a folder", "set CAKE_CACHE_DIR")) from None
 
 
 def nvcc() -> str | None:

@@ -41,7 +41,10 @@ def check_float(
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(message(entry, argument, f"{value!r} ({type(value).__name__})", "a host number"))
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond the largest float
+        number = float("inf")
     if not float("-inf") < number < float("inf"):
         raise ValueError(message(entry, argument, number, "a finite number"))
     _check_range(number, argument, entry, minimum, maximum)

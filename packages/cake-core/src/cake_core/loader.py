@@ -240,6 +240,8 @@ def checked_info(path: Path, library: Library) -> Mapping[str, Any]:
     except FileNotFoundError:
         # In the cache: another process found the library corrupted and took it away a moment ago.
         raise CorruptedLibrary(_sidecar_text(path, "missing", f"{SIDECAR} next to the library")) from None
+    except OSError as error:
+        raise _corrupted(path, f"{SIDECAR} is unreadable ({error.strerror})") from error
     except ValueError:
         raise _corrupted(path, f"{SIDECAR} is no JSON") from None
     info = cast("dict[str, Any]", data if isinstance(data, dict) else {})

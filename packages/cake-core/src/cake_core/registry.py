@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -73,7 +74,7 @@ class _Candidate(NamedTuple):
 class _Scan:
     specs: dict[str, OpSpec] = field(default_factory=dict[str, OpSpec])
     failures: dict[str, str] = field(default_factory=dict[str, str])
-    causes: dict[str, Exception] = field(default_factory=dict[str, Exception])
+    causes: dict[str, BaseException] = field(default_factory=dict[str, BaseException])
     distributions: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     warned: set[str] = field(default_factory=set[str])
 
@@ -206,7 +207,8 @@ def _entry_points() -> Iterator[_Candidate]:
 
     for entry in importlib.metadata.entry_points(group=GROUP):
         dist = entry.dist
-        if dist is None:
+        # What an interrupted uninstall leaves has entry points and no metadata.
+        if dist is None or not dist.name:
             yield _Candidate(entry.name, entry.load, None, ())
         else:
             yield _Candidate(entry.name, entry.load, (dist.name, dist.version), tuple(dist.requires or ()))
@@ -227,16 +229,24 @@ def _admit_all(candidates: Iterable[_Candidate]) -> _Scan:
             scan.distributions[name] = found[0].distribution
         try:
             spec = found[0].load()
-        except Exception as error:
-            scan.failures[name] = f"{type(error).__name__}: {error}"
+            refusal = _refusal(spec, found[0], owners)
+        except (Exception, SystemExit) as error:  # a module that refuses its environment may call sys.exit
+            scan.failures[name] = _reason(error)
             scan.causes[name] = error
             continue
-        if refusal := _refusal(spec, found[0], owners):
+        if refusal:
             scan.failures[name] = refusal
             continue
         scan.specs[name] = spec
         owners.update(dict.fromkeys(_dests(spec), name))
     return scan
+
+
+def _reason(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ is broken
+        return type(error).__name__
 
 
 def _refusal(spec: Any, candidate: _Candidate, owners: Mapping[str, str]) -> str:
@@ -270,3 +280,12 @@ def _core_range(api: int, requires: Iterable[str]) -> str:
     from . import __version__
 
     return f"cake-core{'>' if api > RUNTIME_API else '<'}{__version__}"
+
+
+def _after_fork() -> None:
+    """A thread that held the lock, perhaps inside a scan, does not exist in the child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -201,6 +201,9 @@ def _is_program(path: Path) -> bool:
 
 
 def _run(command: list[str], *, stderr: bool = False) -> str:
+    environment = env.compiler_environment()
+    if not os.path.isdir(environment.get("TMPDIR", "/tmp")):
+        environment.pop("TMPDIR", None)  # nvcc refuses even a dry run then; the builds have a TMPDIR of their own
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -209,11 +212,13 @@ def _run(command: list[str], *, stderr: bool = False) -> str:
         text=True,
         errors="replace",
         timeout=_SECONDS,
-        env=env.compiler_environment(),
+        env=environment,
         check=False,
     )
     if done.returncode != 0:
-        raise ValueError(f"{command[1]} ended with {done.returncode}")
+        said = (done.stdout + (done.stderr or "")).strip().splitlines()
+        reason = f", {said[-1].strip()[:200]}" if said else ""
+        raise ValueError(f"{command[1]} ended with {done.returncode}{reason}")
     return done.stdout
 
 

@@ -27,6 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 wrong command line, 130 interrupted."""
+    _open_streams()
     parser = _parser()
     try:
         args = parser.parse_args(argv)
@@ -48,6 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _EXPECTED as error:
         out.failure(error)
         return 1
+
+
+def _open_streams() -> None:
+    """Make stdout and stderr usable: a program started without one has None there, and what an encoding cannot write
+    (a path, say) is escaped rather than fatal."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif stream.errors == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(args: argparse.Namespace, out: Output) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import registry
@@ -30,6 +32,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     spec = registry.op_spec(args.op, entry="bench")
     variants = variants_of(spec, args.variant, entry="bench")
     _check_plot(args.plot)
+    _check_writable("--plot", args.plot)
+    _check_writable("--json", None if args.json == "-" else args.json)
     _check_device(args.device)
     suite = load_suite(spec, "BENCH")
     shapes = _shapes(suite, args.shape)
@@ -69,6 +73,20 @@ def _check_plot(path: str | None) -> None:
         raise ValueError(message("bench", "--plot", repr(path), "a name that ends in .svg"))
     if importlib.util.find_spec("matplotlib") is None:
         raise RuntimeError(message("bench", "--plot", "without matplotlib", "it", "pip install 'cake-core[bench]'"))
+
+
+def _check_writable(flag: str, path: str | None) -> None:
+    """Before the measurement, whose result would be lost."""
+    if path is None:
+        return
+    file = Path(path).absolute()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        got = f"{path!r} ({error.strerror}: {error.filename})"
+        raise ValueError(message("bench", flag, got, "a file this process can write")) from None
+    if not path or file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(message("bench", flag, repr(path), "a file this process can write"))
 
 
 def _check_device(wanted: str) -> None:

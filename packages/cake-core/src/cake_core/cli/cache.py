@@ -1,7 +1,7 @@
 """``cake cache``: what compiled libraries take; removal of old ones and of what killed builds left. Torch-free.
 
-The layout is ``<cache>/<package>/<arch>/<library>-<key>/``. Everything else at that depth belongs to the library whose
-name it carries: its lock, temporary folders of builders, logs of failed builds.
+The layout is ``<cache>/<package>/<arch>/<library>-<key>/``. Beside it lie, under its name with a suffix, its lock,
+temporary folders of builders and logs of failed builds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .output import Output, counted
 
 __all__ = ["run"]
 
-_LIBRARY = re.compile(r"(\w+)-[0-9a-f]{24}")
+# A cache folder may have been pointed at a folder with other things in it: nothing but our own names counts.
+_LIBRARY = re.compile(r"((\w+)-[0-9a-f]{24})(\.lock|\.log|\.tmp-\d+-[0-9a-f]{8})?")
 _AGE = re.compile(r"(\d+)([dhm])")
 _SECONDS = {"d": 86400, "h": 3600, "m": 60}
 
@@ -133,7 +134,7 @@ def _remove(home: Path, doomed: list[_Entry], lock: FileLock) -> list[_Entry]:
 
 def _entries(root: Path) -> Iterator[_Entry]:
     for path in sorted(root.glob("*/*/*")):
-        if (found := _LIBRARY.search(path.name)) is None:
+        if (found := _LIBRARY.fullmatch(path.name)) is None:
             continue
         package, arch = path.parts[-3:-1]
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
@@ -142,7 +143,7 @@ def _entries(root: Path) -> Iterator[_Entry]:
             built = path.stat().st_mtime
         except FileNotFoundError:
             continue  # a builder published or removed it meanwhile
-        yield _Entry(path, package, arch, found[1], path.with_name(found[0]), size, built)
+        yield _Entry(path, package, arch, found[2], path.with_name(found[1]), size, built)
 
 
 def _lock_file(home: Path) -> Path:

@@ -203,13 +203,25 @@ def _runtime(torch: ModuleType | Exception) -> Iterator[_Check]:
 
 
 def _cache() -> _Check:
-    root = env.cache_root()
-    files = [file.stat().st_size for file in root.rglob("*") if file.is_file()] if root.is_dir() else []
-    text = f"{root}, {sum(files) / 1e6:.1f} MB"
-    existing = next(folder for folder in (root, *root.parents) if folder.exists())
+    fix = "set CAKE_CACHE_DIR to a folder of yours"
+    try:
+        root = env.cache_root()
+    except RuntimeError as error:
+        return _Check("cache", "none: " + _one_line(error), "warning", fix)
+    # A file that is gone by now, or that another user keeps to himself, is not counted; os.path raises for neither.
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    text = f"{root}, {sum(map(_size, files)) / 1e6:.1f} MB"
+    existing = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return _Check("cache", text)
-    return _Check("cache", text + ", not writable", "warning", "set CAKE_CACHE_DIR to a folder of yours")
+    return _Check("cache", text + ", not writable", "warning", fix)
+
+
+def _size(file: str) -> int:
+    try:
+        return os.stat(file).st_size
+    except OSError:
+        return 0
 
 
 def _names() -> list[str]:
