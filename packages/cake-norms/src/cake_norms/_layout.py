@@ -7,6 +7,7 @@ stride that is ever used is a multiple of 8 elements.
 from __future__ import annotations
 
 import torch
+from cake_core.errors import message
 from torch import Tensor
 
 __all__ = ["heads", "heads_in_place", "rows", "rows_in_place", "vector"]
@@ -26,7 +27,7 @@ def rows(value: Tensor, *, expanded: bool = True) -> Tensor:
 def rows_in_place(value: Tensor) -> Tensor | None:
     """[..., H] as [rows, H] without a copy, or None. The stride of a single row is never read."""
     width = value.shape[-1]
-    if value.data_ptr() % _ALIGN_BYTES:
+    if not _readable(value):
         return None
     if value.is_contiguous():
         return value if value.dim() == 2 else value.view(-1, width)
@@ -51,7 +52,7 @@ def heads(value: Tensor, *, expanded: bool = True) -> Tensor:
 
 def heads_in_place(value: Tensor) -> Tensor | None:
     """[..., heads, D] as [tokens, heads, D] without a copy, or None. Strides of sizes of 1 are never read."""
-    if value.data_ptr() % _ALIGN_BYTES:
+    if not _readable(value):
         return None
     tokens, count, width = _head_shape(value)
     if value.is_contiguous():
@@ -70,8 +71,8 @@ def heads_in_place(value: Tensor) -> Tensor | None:
 
 
 def vector(value: Tensor) -> Tensor:
-    """A 1-D operand as the kernels read it: contiguous and 16-byte aligned."""
-    if value.is_contiguous() and value.data_ptr() % _ALIGN_BYTES == 0:
+    """A 1-D operand as the kernels read it: contiguous and aligned; FP32 may be a negated view, which is copied too."""
+    if value.is_contiguous() and _readable(value) and not value.is_neg():
         return value
     return _copy(value)
 
@@ -99,5 +100,18 @@ def _collapse(sizes: torch.Size, strides: tuple[int, ...]) -> tuple[int, int] | 
     return count, stride
 
 
+def _readable(value: Tensor) -> bool:
+    """Whether the elements lie at an aligned address.
+
+    A wrapper, such as the result of a collective that still runs, has the address 0: it is copied, which waits.
+    """
+    address = value.data_ptr()
+    return address != 0 and address % _ALIGN_BYTES == 0
+
+
 def _copy(value: Tensor) -> Tensor:
-    return value.clone(memory_format=torch.contiguous_format)
+    copied = value.clone(memory_format=torch.contiguous_format)
+    if copied.data_ptr() == 0 and copied.numel() > 0:
+        got = f"a {type(value).__name__} without memory of its own"
+        raise TypeError(message("cake_norms", "an operand", got, "a torch.Tensor on the device"))
+    return copied

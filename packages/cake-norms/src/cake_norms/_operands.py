@@ -12,6 +12,7 @@ from cake_core.errors import check_float, message
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from ._served import SERVED_DEVICES, one_of
 
@@ -31,6 +32,7 @@ __all__ = [
     "check_tensors",
     "compute_dtype",
     "is_abstract",
+    "written",
 ]
 
 CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -53,15 +55,20 @@ def check_needs(needs: Any, count: int, *, entry: str) -> None:
 
 
 def check_tensors(entry: str, **operands: Any) -> None:
-    """Raises: TypeError for an operand that is no tensor, or a distributed one."""
+    """Raises: TypeError for an operand that is no tensor, or a distributed one; ValueError for a sparse one."""
     for name, value in operands.items():
-        if type(value) in _PLAIN:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(message(entry, name, type(value).__name__, "a torch.Tensor"))
-        distributed = sys.modules.get("torch.distributed.tensor")
-        if distributed is not None and isinstance(value, distributed.DTensor):
-            raise TypeError(message(entry, name, "a DTensor", "a local tensor", f"pass {name}.to_local()"))
+        if type(value) not in _PLAIN:
+            _check_subclass(entry, name, value)
+        if value.layout is not torch.strided:
+            raise ValueError(message(entry, name, f"of layout {value.layout}", "torch.strided"))
+
+
+def _check_subclass(entry: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(message(entry, name, type(value).__name__, "a torch.Tensor"))
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(value, distributed.DTensor):
+        raise TypeError(message(entry, name, "a DTensor", "a local tensor", f"pass {name}.to_local()"))
 
 
 def check_same_device(entry: str, x: Tensor, **operands: Tensor) -> str:
@@ -140,6 +147,9 @@ def check_output(
     check_shape(entry, name, value, shape, "shape")
     if is_abstract(value):
         return
+    if value.is_neg() or (value.data_ptr() == 0 and value.numel() > 0):
+        got = "a negated view" if value.is_neg() else f"a {type(value).__name__} without memory of its own"
+        raise ValueError(message(entry, name, got, "a plain tensor"))
     if not _elements_apart(value):
         raise ValueError(message(entry, name, f"strided {value.stride()}", "memory of its own for every element"))
     for other_name, other in inputs.items():
@@ -148,6 +158,17 @@ def check_output(
     for other_name, other in outputs.items():
         if other is not None and _reaches(value, other) and not _columns_apart(value, other):
             raise ValueError(message(entry, name, f"overlapping {other_name}", "memory that no other output occupies"))
+
+
+def written(*outputs: Tensor | None) -> None:
+    """Tell autograd that a kernel wrote to the outputs that the caller gave.
+
+    torch's own operators do that themselves. A graph that saved such a tensor before then refuses its backward, where
+    it would silently use the new content.
+    """
+    for value in outputs:
+        if value is not None and not value.is_inference():
+            increment_version(value)
 
 
 def check_needed(entry: str, needs: Sequence[bool], **given: Tensor | None) -> None:

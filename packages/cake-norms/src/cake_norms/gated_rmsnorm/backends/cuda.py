@@ -9,6 +9,7 @@ from cake_core import device, loader, workspace
 from torch import Tensor
 
 from ..._layout import heads, vector
+from ..._operands import written
 from .. import plan
 
 __all__ = ["backward", "forward"]
@@ -22,6 +23,7 @@ def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, o
         return y
     run = _program("fwd", index)
     run(heads(y), heads(x), heads(z), vector(weight), eps, plan.ACTIVATIONS[activation])
+    written(out)
     return y
 
 
@@ -39,6 +41,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dz, dweight), None where it is not needed; dweight has the weight's dtype unless given."""
     index = _index(x)
+    given = (dx, dz, dweight)
     if needs[0] and dx is None:
         dx = workspace.uninitialized(x.shape, x.dtype, index)
     if needs[1] and dz is None:
@@ -66,6 +69,7 @@ def backward(
         plan.ACTIVATIONS[activation],
         launch.partial_rows,
     )
+    written(*given)
     return dx, dz, dweight
 
 

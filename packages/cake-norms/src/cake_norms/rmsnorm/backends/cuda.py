@@ -9,6 +9,7 @@ from cake_core import device, loader, workspace
 from torch import Tensor
 
 from ..._layout import rows, vector
+from ..._operands import written
 from .. import plan
 
 __all__ = ["backward", "check_device", "forward"]
@@ -30,6 +31,7 @@ def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Ten
     row = plan.lanes(hidden)
     run = _program("fwd", index)
     run(rows(y), scales.view(-1), rows(x), vector(weight), eps, row.vectors, row.threads_per_row)
+    written(out, rstd)
     return y, scales
 
 
@@ -44,6 +46,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dweight), None where it is not needed; dweight has the weight's dtype unless given."""
     index = _index(x)
+    given = (dx, dweight)
     if needs[0] and dx is None:
         dx = workspace.uninitialized(x.shape, x.dtype, index)
     if needs[1] and dweight is None:
@@ -63,12 +66,13 @@ def backward(
         rows(dy.to(x.dtype), expanded=False),
         rows(x),
         vector(weight),
-        rstd.reshape(-1),
+        vector(rstd.reshape(-1)),
         launch.vectors,
         launch.threads_per_row,
         launch.row_groups,
         launch.partial_rows,
     )
+    written(*given)
     return dx, dweight
 
 

@@ -1,0 +1,141 @@
+"""Operands that the kernels cannot read as they are (wrappers, negated views, sparse ones); outputs that were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cake_core import config
+from cake_core.testing.fake_cuda import FakeCuda
+from cake_core.testing.launches import Launch, recorded_launches
+from cake_norms import _layout
+from cake_norms.gated_rmsnorm import rmsnorm_gate, rmsnorm_gate_bwd, rmsnorm_gate_fwd
+from cake_norms.rmsnorm import zero_centered_rmsnorm, zero_centered_rmsnorm_bwd, zero_centered_rmsnorm_fwd
+from torch import Tensor
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def launches() -> Iterator[list[Launch]]:
+    config.configure()
+    with recorded_launches() as found:
+        yield found
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def results(fake: FakeCuda) -> dict[str, tuple[Tensor, Callable[[Tensor], Any]]]:
+    """Every output that a caller may give -> (a tensor for it, the call that writes it)."""
+    x, w = fake.cuda(normal(8, 64)), fake.cuda(normal(64, dtype=torch.float32))
+    rstd = fake.cuda(torch.ones(8))
+    return {
+        "out": (x.clone(), lambda given: zero_centered_rmsnorm_fwd(x, w, out=given)),
+        "rstd": (rstd.clone(), lambda given: zero_centered_rmsnorm_fwd(x, w, rstd=given)),
+        "dx": (x.clone(), lambda given: zero_centered_rmsnorm_bwd(x, x, w, rstd, dx=given)),
+        "dweight": (w.clone(), lambda given: zero_centered_rmsnorm_bwd(x, x, w, rstd, dweight=given)),
+        "gated out": (x.clone(), lambda given: rmsnorm_gate_fwd(x, x, w, out=given)),
+        "gated dx": (x.clone(), lambda given: rmsnorm_gate_bwd(x, x, x, w, dx=given)),
+        "gated dz": (x.clone(), lambda given: rmsnorm_gate_bwd(x, x, x, w, dz=given)),
+        "gated dweight": (w.clone(), lambda given: rmsnorm_gate_bwd(x, x, x, w, dweight=given)),
+    }
+
+
+OUTPUTS = ("out", "rstd", "dx", "dweight", "gated out", "gated dx", "gated dz", "gated dweight")
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_graph_that_saved_an_output_of_the_caller_notices_the_write(name: str, launches: list[Launch]) -> None:
+    """A kernel is no operator of torch: without a word to autograd the backward would use the new content."""
+    with FakeCuda() as fake:
+        given, call = results(fake)[name]
+        leaf = torch.ones_like(given).requires_grad_()
+        product = leaf * given  # saves the tensor that the kernel is about to write
+        call(given)
+        assert launches
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs_made_in_inference_mode_are_written(name: str, launches: list[Launch]) -> None:
+    """They have no version to count."""
+    with FakeCuda() as fake, torch.inference_mode():
+        given, call = results(fake)[name]
+        call(given)
+        assert len(launches) == 1
+
+
+def wrapper(value: Tensor) -> Tensor:
+    collectives = pytest.importorskip("torch.distributed._functional_collectives")
+    return collectives.AsyncCollectiveTensor(value)
+
+
+@pytest.mark.parametrize("view", [_layout.rows, _layout.heads, _layout.vector])
+def test_the_result_of_a_running_collective_is_copied(view: Callable[[Tensor], Tensor]) -> None:
+    """Its own address is 0, which is aligned: a kernel would read the null page."""
+    value = normal(64) if view is _layout.vector else normal(4, 2, 64)
+    assert wrapper(value).data_ptr() == 0
+    got = view(wrapper(value))
+    assert type(got) is Tensor
+    assert got.data_ptr() != 0
+    assert torch.equal(got.reshape(value.shape), value)
+
+
+def test_a_wrapper_that_cannot_be_copied_into_memory_is_refused() -> None:
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
+    value = normal(4, 64)
+    with pytest.raises(TypeError, match="a TwoTensor without memory of its own"):
+        _layout.rows(two_tensor.TwoTensor(value, value))
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_without_memory_of_its_own_is_refused(name: str, launches: list[Launch]) -> None:
+    with FakeCuda() as fake:
+        given, call = results(fake)[name]
+        with pytest.raises(ValueError, match="without memory of its own"):
+            call(wrapper(given))
+        with pytest.raises(ValueError, match="a negated view"):
+            call(torch._neg_view(given))
+    assert not launches
+
+
+def test_a_negated_weight_reaches_the_kernel_with_its_values(launches: list[Launch]) -> None:
+    """The memory of the view holds the negatives."""
+    with FakeCuda() as fake:
+        x, w = fake.cuda(normal(8, 64)), fake.cuda(normal(64, dtype=torch.float32))
+        zero_centered_rmsnorm(x, torch._neg_view(w))
+        rmsnorm_gate(x, x, torch._neg_view(w))
+        for launch, position in zip(launches, (3, 3), strict=True):
+            assert not launch.args[position].is_neg()
+            assert torch.equal(launch.args[position], -w)
+
+
+@pytest.mark.parametrize("layout", ["strided", "expanded", "negated"])
+def test_an_rstd_of_any_layout_reaches_the_kernel_dense(layout: str, launches: list[Launch]) -> None:
+    """The CPU takes it too; the kernel reads one FP32 after the other."""
+    with FakeCuda() as fake:
+        x, w, wide = fake.cuda(normal(8, 64)), fake.cuda(normal(64)), fake.cuda(normal(16, dtype=torch.float32))
+        rstd = {"strided": wide[::2], "expanded": wide[:1].expand(8), "negated": torch._neg_view(wide[:8])}[layout]
+        zero_centered_rmsnorm_bwd(x, x, w, rstd)
+        got = launches[-1].args[6]
+        assert got.is_contiguous()
+        assert not got.is_neg()
+        assert torch.equal(got, rstd)
+
+
+@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_mkldnn], ids=["sparse", "mkldnn"])
+def test_an_operand_without_strides_is_refused(convert: Callable[[Tensor], Tensor]) -> None:
+    x, w = normal(4, 64, dtype=torch.float32), normal(64, dtype=torch.float32)
+    rstd = zero_centered_rmsnorm_fwd(x, w)[1]
+    for call, name in (
+        (lambda: zero_centered_rmsnorm(convert(x), w), "x"),
+        (lambda: zero_centered_rmsnorm_bwd(convert(x), x, w, rstd), "dy"),
+        (lambda: rmsnorm_gate(x, convert(x), w), "z"),
+    ):
+        with pytest.raises(ValueError, match=rf": {name} is of layout torch\.\w+; needs torch.strided"):
+            call()
