@@ -32,12 +32,14 @@ __all__ = [
     "check_tensors",
     "compute_dtype",
     "is_abstract",
+    "is_intercepted",
     "written",
 ]
 
 CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CUDA_DTYPES = (torch.bfloat16, torch.float32)  # of a weight; activations are BF16
 _PLAIN = (Tensor, torch.nn.Parameter)
+_NO_HANDLER: Any = getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 
 
 def check_eps(eps: Any, *, entry: str) -> float:
@@ -121,6 +123,17 @@ def is_abstract(value: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return value.is_meta or isinstance(value, FakeTensor)
+
+
+def is_intercepted(*operands: Any) -> bool:
+    """Whether an operand's class sees every operator: fake tensors, tracers, wrappers such as a running collective.
+
+    A launch is invisible to it, and a tracer would record uninitialised outputs. A registered operator is not.
+    """
+    for value in operands:
+        if type(value) not in _PLAIN and getattr(type(value), "__torch_dispatch__", _NO_HANDLER) is not _NO_HANDLER:
+            return True
+    return False
 
 
 def check_output(

@@ -139,3 +139,44 @@ def test_an_operand_without_strides_is_refused(convert: Callable[[Tensor], Tenso
     ):
         with pytest.raises(ValueError, match=rf": {name} is of layout torch\.\w+; needs torch.strided"):
             call()
+
+
+def _traced(call: Callable[..., Any], *operands: Tensor) -> Any:
+    """What the graph computes that a tracer of fake tensors records."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(call, tracing_mode="fake")(*operands)(*operands)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: zero_centered_rmsnorm(x, w),
+        lambda x, w: zero_centered_rmsnorm_fwd(x, w),
+        lambda x, w: zero_centered_rmsnorm_bwd(x * 2, x, w, zero_centered_rmsnorm_fwd(x, w)[1]),
+        lambda x, w: rmsnorm_gate(x, x * 2, w),
+        lambda x, w: rmsnorm_gate_fwd(x, x * 2, w),
+        lambda x, w: rmsnorm_gate_bwd(x * 2, x, x * 3, w, needs=(True, False, True)),
+    ],
+)
+def test_a_tracer_of_fake_tensors_records_the_computation(call: Callable[..., Any]) -> None:
+    """Not an allocation alone, whose content is anything."""
+    x, w = normal(5, 64, dtype=torch.float32), normal(64, dtype=torch.float32)
+    got, want = (value if isinstance(value, tuple) else (value,) for value in (_traced(call, x, w), call(x, w)))
+    assert len(got) == len(want)
+    for g, expected in zip(got, want, strict=True):
+        assert (g is None) == (expected is None)
+        assert g is None or torch.equal(g, expected)
+
+
+def test_the_result_of_a_running_collective_is_differentiable() -> None:
+    """The registered operator waits for it, in the forward and in the backward."""
+    x, w = normal(5, 64), normal(64).requires_grad_()
+    assert torch.equal(zero_centered_rmsnorm(wrapper(x), w), zero_centered_rmsnorm(x, w))
+    y = zero_centered_rmsnorm(x, w)
+    y.backward(wrapper(x))
+    got, w.grad = w.grad, None
+    zero_centered_rmsnorm(x, w).backward(x)
+    assert got is not None
+    assert w.grad is not None
+    assert torch.equal(got, w.grad)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _variant
-from .._operands import check_needs
+from .._operands import check_needs, is_intercepted
 from . import plan
 from ._checks import check_backward, check_forward, check_forward_output, check_host
 from .autograd import RMSNormGateFunction
@@ -69,7 +69,14 @@ def rmsnorm_gate_fwd(
     Raises: as ``rmsnorm_gate``; ValueError also for an output of another shape, dtype or device, or one that overlaps
         an input.
     """
-    return run_forward("rmsnorm_gate_fwd", x, z, weight, eps, activation, out)
+    entry = "rmsnorm_gate_fwd"
+    if out is None and is_intercepted(x, z, weight):
+        from . import custom_ops
+
+        eps = check_host(entry, eps, activation)
+        check_forward(entry, x, z, weight)
+        return custom_ops.functional_forward(x, z, weight, eps, activation)
+    return run_forward(entry, x, z, weight, eps, activation, out)
 
 
 def rmsnorm_gate_bwd(
@@ -98,7 +105,16 @@ def rmsnorm_gate_bwd(
     Returns: (dx, dz, dweight), None where not needed.
     Raises: as ``rmsnorm_gate_fwd``.
     """
-    return run_backward("rmsnorm_gate_bwd", dy, x, z, weight, eps, activation, dx, dz, dweight, needs)
+    entry = "rmsnorm_gate_bwd"
+    unasked = dx is None and dz is None and dweight is None
+    if dy is not None and unasked and is_intercepted(dy, x, z, weight):
+        from . import custom_ops
+
+        eps = check_host(entry, eps, activation)
+        check_needs(needs, 3, entry=entry)
+        check_backward(entry, dy, x, z, weight, None, None, None, needs)
+        return custom_ops.functional_backward(dy, x, z, weight, eps, activation, needs)
+    return run_backward(entry, dy, x, z, weight, eps, activation, dx, dz, dweight, needs)
 
 
 def _differentiable(entry: str, x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
@@ -108,6 +124,10 @@ def _differentiable(entry: str, x: Tensor, z: Tensor, weight: Tensor, eps: float
         return custom_ops.forward(x, z, weight, eps, activation)
     eps = check_host(entry, eps, activation)
     kind = check_forward(entry, x, z, weight)
+    if is_intercepted(x, z, weight):
+        from . import custom_ops
+
+        return custom_ops.forward(x, z, weight, eps, activation)
     variant = _variant.read("gated_rmsnorm")
     if torch.is_grad_enabled() and (x.requires_grad or z.requires_grad or weight.requires_grad):
         return RMSNormGateFunction.apply(x, z, weight, eps, activation, kind, variant)

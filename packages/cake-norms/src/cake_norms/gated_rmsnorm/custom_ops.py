@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import api
 
-__all__ = ["forward"]
+__all__ = ["forward", "functional_backward", "functional_forward"]
 
 _OPERANDS = "Tensor x, Tensor z, Tensor weight, float eps, str activation"
 
@@ -69,3 +69,19 @@ _fwd.register_autograd(_differentiate, setup_context=_save)
 def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
     """y of x, z and weight, through the registered operators."""
     return torch.ops.cake_norms.gate_fwd(x, z, weight, eps, activation)
+
+
+@torch.no_grad()
+def functional_forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
+    """y of x, z and weight, without autograd."""
+    return torch.ops.cake_norms.gate_fwd(x, z, weight, eps, activation)
+
+
+@torch.no_grad()
+def functional_backward(
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dz, dweight), None where it is not needed, without autograd."""
+    found = torch.ops.cake_norms.gate_bwd(dy, x, z, weight, eps, activation, *needs)
+    dx, dz, dweight = (grad if need else None for grad, need in zip(found, needs, strict=True))
+    return dx, dz, dweight

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _variant
-from .._operands import check_eps, check_needs
+from .._operands import check_eps, check_needs, is_intercepted
 from . import plan
 from ._checks import check_backward, check_forward, check_forward_outputs
 from .autograd import ZeroCenteredRMSNormFunction
@@ -54,6 +54,10 @@ def zero_centered_rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tenso
     entry = "zero_centered_rmsnorm"
     eps = check_eps(eps, entry=entry)
     kind = check_forward(entry, x, weight)
+    if is_intercepted(x, weight):
+        from . import custom_ops
+
+        return custom_ops.forward(x, weight, eps)
     variant = _variant.read("rmsnorm")
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return ZeroCenteredRMSNormFunction.apply(x, weight, eps, kind, variant)
@@ -75,7 +79,14 @@ def zero_centered_rmsnorm_fwd(
     Raises: as ``zero_centered_rmsnorm``; ValueError also for an output of another shape, dtype or device, or one that
         overlaps an input.
     """
-    return run_forward("zero_centered_rmsnorm_fwd", x, weight, eps, out, rstd)
+    entry = "zero_centered_rmsnorm_fwd"
+    if out is None and rstd is None and is_intercepted(x, weight):
+        from . import custom_ops
+
+        eps = check_eps(eps, entry=entry)
+        check_forward(entry, x, weight)
+        return custom_ops.functional_forward(x, weight, eps)
+    return run_forward(entry, x, weight, eps, out, rstd)
 
 
 def zero_centered_rmsnorm_bwd(
@@ -102,7 +113,14 @@ def zero_centered_rmsnorm_bwd(
         dweight = sum over rows of dy n.
     Raises: as ``zero_centered_rmsnorm_fwd``.
     """
-    return run_backward("zero_centered_rmsnorm_bwd", dy, x, weight, rstd, dx, dweight, needs)
+    entry = "zero_centered_rmsnorm_bwd"
+    if dy is not None and dx is None and dweight is None and is_intercepted(dy, x, weight, rstd):
+        from . import custom_ops
+
+        check_needs(needs, 2, entry=entry)
+        check_backward(entry, dy, x, weight, rstd, None, None, needs)
+        return custom_ops.functional_backward(dy, x, weight, rstd, needs)
+    return run_backward(entry, dy, x, weight, rstd, dx, dweight, needs)
 
 
 def run_forward(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import api
 
-__all__ = ["forward"]
+__all__ = ["forward", "functional_backward", "functional_forward"]
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -61,3 +61,18 @@ _fwd.register_autograd(_differentiate, setup_context=_save)
 def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y of x and weight, through the registered operators."""
     return torch.ops.cake_norms.rmsnorm_fwd(x, weight, eps)[0]
+
+
+@torch.no_grad()
+def functional_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, rstd) of x and weight, without autograd."""
+    return torch.ops.cake_norms.rmsnorm_fwd(x, weight, eps)
+
+
+@torch.no_grad()
+def functional_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dweight), None where it is not needed, without autograd."""
+    dx, dweight = torch.ops.cake_norms.rmsnorm_bwd(dy, x, weight, rstd, *needs)
+    return dx if needs[0] else None, dweight if needs[1] else None
