@@ -57,7 +57,10 @@ class Backend:
         # new_empty of a tensor without elements, per device and dtype: torch.empty has to parse both.
         self._new_bytes: dict[int, Callable[[int], Tensor]] = {}
         self._new: dict[tuple[int, torch.dtype], Callable[..., Tensor]] = {}
-        self._fills: Callable[[], bool] = bool  # torch's deterministic mode, once torch is imported
+        # torch._C, once torch is imported. torch.cuda looks first whether CUDA is initialised: that costs more than the
+        # call itself, and it is where there is a tensor to work on.
+        self._bindings: Any = None
+        self._fills: Callable[[], bool] = bool  # torch's deterministic mode, from then on
 
     def device_of(self, tensor: Tensor) -> tuple[str, int | None]:
         if tensor.is_cuda:  # a third of what tensor.device and its attributes cost, and every operand is asked
@@ -77,15 +80,14 @@ class Backend:
         return torch.cuda.current_device()
 
     def stream(self, index: int) -> int:
-        import torch
-
-        return torch._C._cuda_getCurrentRawStream(index)  # pyright: ignore[reportPrivateUsage]
+        return (self._bindings or self._bind())._cuda_getCurrentRawStream(index)
 
     def capturing(self, index: int) -> bool:
+        bindings = self._bindings or self._bind()
+        if bindings._cuda_getDevice() == index:
+            return bindings._cuda_isCurrentStreamCapturing()
         import torch
 
-        if torch.cuda.current_device() == index:
-            return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(index):  # torch asks the current device's stream only
             return torch.cuda.is_current_stream_capturing()
 
@@ -114,13 +116,19 @@ class Backend:
             self._remember(index, dtype)
         return uninitialized_like_torch(shape, dtype, self.torch_device(index))
 
+    def _bind(self) -> Any:
+        import torch
+
+        self._bindings = torch._C  # pyright: ignore[reportPrivateUsage]
+        return self._bindings
+
     def _remember(self, index: int, dtype: torch.dtype | None = None) -> None:
         """Keep what makes tensors of ``dtype`` (None: bytes) on a device, unless deterministic mode would fill the
         tensor it belongs to or a tensor mode would make another kind of tensor."""
         import torch
 
-        bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-        self._fills = getattr(bindings, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+        fallback = torch.are_deterministic_algorithms_enabled
+        self._fills = getattr(self._bind(), "_get_deterministic_algorithms", fallback)
         if self._fills():
             return
         blank = torch.empty(0, dtype=torch.uint8 if dtype is None else dtype, device=self.torch_device(index))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from . import config
@@ -34,6 +34,14 @@ class _DevicePool:
         self.buffers: OrderedDict[tuple[int, int, str, str], tuple[int, Tensor]] = OrderedDict()
         self.held = 0
 
+    def used(self, key: tuple[int, int, str, str]) -> bool:
+        """Mark a buffer as used last; False when it is gone."""
+        try:
+            self.buffers.move_to_end(key)
+        except KeyError:
+            return False
+        return True
+
     def shrink(self, bound: int) -> int:
         """Free buffers until at most ``bound`` bytes are held; returns how many it freed."""
         freed = 0
@@ -44,16 +52,32 @@ class _DevicePool:
         return freed
 
 
-# Reentrant: a signal handler or finaliser that calls release_pool may interrupt a thread that is inside.
+class _Tally:
+    """A count that needs no lock: drawing the next number is atomic. A read draws one too and takes it off again."""
+
+    __slots__ = ("_reads", "add")
+
+    def __init__(self) -> None:
+        self.add: Callable[[], int] = itertools.count().__next__
+        self._reads = 0
+
+    def read(self) -> int:
+        """Calls of ``add`` so far; one reader at a time."""
+        self._reads += 1
+        return self.add() - (self._reads - 1)
+
+
+# Reentrant: a signal handler or finaliser that calls release_pool may interrupt a thread that is inside. It costs as
+# much as the rest of a hit, which therefore goes without: each of its steps is atomic, and no other thread has its key.
 _lock = threading.RLock()
 _pools: dict[int, _DevicePool] = {}
-_counts = {"hits": 0, "misses": 0, "bypassed": 0, "captured": 0, "evicted": 0}
-# Configuration whose bound every pool meets; configuration that is known to keep nothing, whose takes skip the lock.
+_counts = {"misses": 0, "bypassed": 0, "captured": 0, "evicted": 0}
+_hits = _Tally()
+_unlocked = _Tally()
+"""Requests of a configuration that is known to keep nothing."""
+# Configuration whose bound every pool meets; configuration that is known to keep nothing.
 _applied = -1
 _keeps_nothing = -1
-# Requests that skipped the lock. next() is atomic; a read takes a number too, hence the second counter.
-_unlocked = itertools.count()
-_unlocked_reads = 0
 
 
 def take(op: str, role: str, nbytes: int, device_index: int | None = None) -> Tensor:
@@ -71,14 +95,23 @@ def take(op: str, role: str, nbytes: int, device_index: int | None = None) -> Te
     """
     if type(nbytes) is not int or nbytes < 0:
         check_int(nbytes, "nbytes", entry="take", minimum=0)
-    if _keeps_nothing == config._state.generation:  # pyright: ignore[reportPrivateUsage]  # generation() without a call
-        next(_unlocked)
-        backend = devices.backend
-        return backend.empty(nbytes, backend.current_device() if device_index is None else device_index)
-    return _take_pooled(op, role, nbytes, devices.current_device() if device_index is None else device_index)
+    state = config._state  # pyright: ignore[reportPrivateUsage]  # one configuration, read once
+    backend = devices.backend
+    index = backend.current_device() if device_index is None else device_index
+    if _keeps_nothing == state.generation:
+        _unlocked.add()
+        return backend.empty(nbytes, index)
+    pool = _pools.get(index)
+    if pool is not None and state.generation == _applied and not backend.capturing(index):
+        key = (backend.stream(index), threading.get_ident(), op, role)
+        known = pool.buffers.get(key)
+        if known is not None and 0 < nbytes <= known[0] and pool.used(key):
+            _hits.add()
+            return known[1]
+    return _take_locked(op, role, nbytes, index)
 
 
-def _take_pooled(op: str, role: str, nbytes: int, index: int) -> Tensor:
+def _take_locked(op: str, role: str, nbytes: int, index: int) -> Tensor:
     with _lock:
         bound = _apply_bound()
         if nbytes == 0 or nbytes > bound:
@@ -112,7 +145,7 @@ def _pooled(key: tuple[int, int, str, str], nbytes: int, index: int, bound: int)
     known = pool.buffers.get(key)
     if known is not None:
         if known[0] >= nbytes:
-            _counts["hits"] += 1
+            _hits.add()
             pool.buffers.move_to_end(key)
             return known[1]
         # Freed before the larger one is allocated, so that the allocator can reuse the memory.
@@ -152,11 +185,9 @@ def stats() -> dict[str, Any]:
     ``requests`` = ``hits`` + ``misses`` + ``bypassed`` (not kept: bound 0, above the bound, empty) + ``captured``
     (stream in graph capture); ``evicted`` buffers; ``held``: device index -> bytes; ``entries``: buffers held.
     """
-    global _unlocked_reads
     with _lock:
-        unlocked = next(_unlocked) - _unlocked_reads
-        _unlocked_reads += 1
-        counts = {**_counts, "bypassed": _counts["bypassed"] + unlocked}
+        bypassed = _counts["bypassed"] + _unlocked.read()
+        counts = {"hits": _hits.read(), **_counts, "bypassed": bypassed}
         requests = sum(counts[name] for name in ("hits", "misses", "bypassed", "captured"))
         held = {index: pool.held for index, pool in sorted(_pools.items()) if pool.held}
         entries = sum(len(pool.buffers) for pool in _pools.values())

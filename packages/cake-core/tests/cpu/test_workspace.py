@@ -180,6 +180,50 @@ def test_a_bound_keeps_one_buffer_per_role_and_gives_it_whole(fake: FakeCuda) ->
     assert len(fake.allocations) == 1
 
 
+def test_a_buffer_that_another_thread_frees_meanwhile_is_allocated_anew(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R66, R71: a hit takes no lock, so its buffer may go between the look-up and the mark."""
+    bound(1000)
+    first = take("a", 100)
+    mark = workspace._DevicePool.used
+
+    def freed_first(pool: workspace._DevicePool, key: tuple[int, int, str, str]) -> bool:
+        thread = threading.Thread(target=lambda: pool.shrink(0))
+        thread.start()
+        thread.join()
+        return mark(pool, key)
+
+    monkeypatch.setattr(workspace._DevicePool, "used", freed_first)
+    counted = Counted()
+    assert take("a", 100).data_ptr() != first.data_ptr()
+    assert counted("hits", "misses", "requests") == (0, 1, 1)
+    assert held() == {0: 100}
+
+
+def test_a_hit_takes_no_lock(fake: FakeCuda) -> None:
+    """R63: the lock would cost as much as the rest of it."""
+    bound(1000)
+    first = take("a", 100)
+
+    def others() -> None:
+        with workspace._lock:
+            holding.set()
+            assert done.wait(10)
+
+    holding, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=others)
+    thread.start()
+    assert holding.wait(10)
+    threading.Timer(5, done.set).start()  # a hit that waits ends later than this
+    try:
+        assert take("a", 64).data_ptr() == first.data_ptr()
+        assert not done.is_set()
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_a_larger_request_replaces_the_buffer(fake: FakeCuda) -> None:
     """R64: the old buffer does not stay beside the new one."""
     bound(1000)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -98,16 +97,21 @@ def test_deterministic_mode_launches_no_fill() -> None:
 
 
 def test_a_take_costs_little() -> None:
-    """R63: 0.2 us over torch.empty without a bound; 1.5 us for a hit."""
+    """R63: 0.2 us over torch.empty without a bound, 1.5 us for a hit; on a host where a Python call takes 25 ns."""
     index = torch.cuda.current_device()
 
-    def cost(call: object) -> float:
-        return statistics.median(timeit.repeat(call, number=2000, repeat=5)) / 2000 * 1e6  # type: ignore[arg-type]
+    def cost(call: Callable[[], object]) -> float:
+        """Microseconds, the best of many short runs: what comes in between does not count."""
+        return min(timeit.repeat(call, number=200, repeat=100)) / 200 * 1e6
 
+    slower = max(1.0, cost(lambda: index) / 0.025)
     plain = cost(lambda: torch.empty(4096, dtype=torch.uint8, device="cuda"))
-    assert cost(lambda: workspace.take("demo", "a", 4096, index)) - plain <= 0.2
+    assert cost(lambda: workspace.take("demo", "a", 4096, index)) - plain <= 0.2 * slower
+    shape = (8, 512)
+    plain = cost(lambda: torch.empty(shape, dtype=torch.bfloat16, device="cuda"))
+    assert cost(lambda: workspace.uninitialized(shape, torch.bfloat16, index)) - plain <= 0.2 * slower
     configure(cake_workspace_pool_bytes=1 << 20)
-    assert cost(lambda: workspace.take("demo", "a", 4096, index)) <= 1.5
+    assert cost(lambda: workspace.take("demo", "a", 4096, index)) <= 1.5 * slower
 
 
 def test_a_host_read_is_refused() -> None:
