@@ -119,3 +119,11 @@ def test_torch_is_pinned_alike_in_the_constraints_and_in_the_pins() -> None:
     pin = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
     assert pin is not None
     assert Version(pin[1]) in SpecifierSet(constraint.removeprefix("torch"))
+
+
+def test_no_page_has_a_placeholder_left() -> None:
+    """A figure that is to be filled in is not a figure."""
+    for path in tracked():
+        if path.suffix == ".md" and "templates" not in path.parts:
+            found = re.search(r"@[A-Z]+@", path.read_text())
+            assert found is None, f"{path.relative_to(ROOT)}: {found}"
