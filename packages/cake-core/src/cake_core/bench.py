@@ -26,7 +26,7 @@ from .errors import check_int, message
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SCHEMA", "BenchTarget", "result_path", "run_bench", "write_json"]
+__all__ = ["SCHEMA", "BenchTarget", "rate_unit", "result_path", "run_bench", "write_json"]
 
 SCHEMA = "cake-bench/1"
 _WARMUPS = 3
@@ -174,6 +174,12 @@ def write_json(doc: Mapping[str, Any], path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(doc, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return path
+
+
+def rate_unit(key: str, largest: float) -> tuple[float, str]:
+    """Factor and unit to show values of "tbps" or "tflops" in, ``largest`` being the largest: giga below 0.1 tera."""
+    noun = {"tbps": "B/s", "tflops": "FLOP/s"}[key]
+    return (1.0, f"T{noun}") if largest >= 0.1 else (1e3, f"G{noun}")
 
 
 def result_path(doc: Mapping[str, Any]) -> PurePosixPath:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .bench import rate_unit
 from .errors import message
 
 __all__ = ["render_svg"]
@@ -14,7 +15,6 @@ _COLORS = ("#2f6db3", "#7fb2e5", "#8c8c8c", "#bdbdbd", "#d98c3f", "#9f6fb5", "#6
 _BAR_INCHES = 0.22
 _GAP_INCHES = 0.18
 _PANEL_MARGIN_INCHES = 0.95
-_UNITS = {"tflops": "TFLOP/s", "tbps": "TB/s", "median_ms": "ms (less is better)"}
 _CEILINGS = {"tflops": "matmul_tflops", "tbps": "copy_tbps"}
 
 
@@ -29,7 +29,7 @@ def render_svg(
 
     Args:
         rows: rows of one or several ops. A panel shows TFLOP/s where its rows count FLOP, else TB/s where they count
-            bytes, else milliseconds; the whisker spans the 20th to the 80th percentile.
+            bytes (giga below 0.1 tera), else milliseconds; the whisker spans the 20th to the 80th percentile.
         path: the ``.svg`` to write; its folder is made.
         title: heading of the figure.
         ceilings: the document's; drawn as a line where the panel's unit has one.
@@ -102,6 +102,9 @@ def _draw(
     ceilings: Mapping[str, float | None],
 ) -> None:
     metric = _metric(panel)
+    factor, unit = 1.0, "ms (less is better)"
+    if metric != "median_ms":
+        factor, unit = rate_unit(metric, max(row[metric] for row in panel))
     top = 0.0
     ticks: list[float] = []
     names: list[str] = []
@@ -109,7 +112,7 @@ def _draw(
         ticks.append(top + (len(rows) - 1) * _BAR_INCHES / 2)
         names.append(shape)
         for row in rows:
-            value = row[metric]
+            value = row[metric] * factor
             if metric == "median_ms":
                 low, high = row["p20_ms"], row["p80_ms"]
             else:  # a rate: the fast percentile is the high one
@@ -123,12 +126,12 @@ def _draw(
         top += _GAP_INCHES
     ceiling = ceilings.get(_CEILINGS.get(metric, ""))
     if ceiling is not None:
-        axis.axvline(ceiling, color="#444444", lw=0.8, ls="--")
-        axis.annotate("ceiling", (ceiling, 0), xytext=(3, 0), textcoords="offset points", size=7, va="bottom")
+        axis.axvline(ceiling * factor, color="#444444", lw=0.8, ls="--")
+        axis.annotate("ceiling", (ceiling * factor, 0), xytext=(3, 0), textcoords="offset points", size=7, va="bottom")
     axis.set_yticks(ticks, names)
     axis.invert_yaxis()
     axis.margins(x=0.1)
     axis.set_xlim(left=0)
-    axis.set_xlabel(_UNITS[metric])
+    axis.set_xlabel(unit)
     axis.set_title(title, loc="left")
     axis.spines[["top", "right"]].set_visible(False)

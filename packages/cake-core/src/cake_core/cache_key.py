@@ -148,7 +148,7 @@ def check_toolkit(library: Library, toolchain: Toolchain) -> None:
     floor = max(library.min_cuda, MIN_CUDA.get(library.arch, (0, 0)))
     if toolchain.release < floor:
         wanted = "{}.{}".format(*floor)
-        remedy = INSTALL_TOOLKIT.format(version=f">={wanted}")
+        remedy = f"{INSTALL_TOOLKIT} 'cuda-toolkit>={wanted}'"
         got = f"{toolchain.version} ({toolchain.nvcc}; tried {', '.join(toolchain.tried)})"
         raise RuntimeError(message(f"library {library.name}", "the CUDA toolkit", got, f"at least {wanted}", remedy))
 

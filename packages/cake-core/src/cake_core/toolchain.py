@@ -33,8 +33,7 @@ __all__ = [
     "tvm_ffi_version",
 ]
 
-# All five extras: with the nvcc extra alone an installer may put another release's headers and runtime next to nvcc.
-INSTALL_TOOLKIT: Final = "pip install 'cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]{version}'"
+INSTALL_TOOLKIT: Final = "pip install 'cake-core[toolchain]'"
 _SYSTEM_NVCC: Final = Path("/usr/local/cuda/bin/nvcc")
 _SECONDS: Final = 60
 
@@ -107,7 +106,7 @@ def find_toolchain() -> Toolchain:
             "the CUDA compiler",
             "missing",
             "a working nvcc",
-            "tried " + "; ".join(tried) + "; set CAKE_NVCC or run " + INSTALL_TOOLKIT.format(version=""),
+            "tried " + "; ".join(tried) + "; set CAKE_NVCC or run " + INSTALL_TOOLKIT,
         )
     )
 

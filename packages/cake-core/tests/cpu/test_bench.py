@@ -261,6 +261,14 @@ def test_the_unit_follows_what_the_rows_count(more: dict[str, Any], unit: str, t
     assert unit in render_svg([{**row, **more} for row in rows()], tmp_path / "a.svg").read_text()
 
 
+def test_small_rates_are_drawn_in_giga(tmp_path: Path) -> None:
+    small = [{**row, "tbps": row["tbps"] / 1000} for row in rows()]
+    text = render_svg(small, tmp_path / "a.svg", ceilings={"copy_tbps": 0.00422}).read_text()
+    assert "GB/s" in text
+    assert "TB/s" not in text
+    assert text.count(">3.5<") == text.count(">2.25<") == 4
+
+
 def test_no_rows_make_no_chart(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one row"):
         render_svg([], tmp_path / "a.svg")

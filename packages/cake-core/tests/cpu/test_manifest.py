@@ -218,7 +218,7 @@ def test_the_toolkit_floor_is_the_higher_of_two(
     if served:
         check_toolkit(library, find_toolchain())
         return
-    with pytest.raises(RuntimeError, match=r"pip install 'cuda-toolkit\[.*\]>=1") as error:
+    with pytest.raises(RuntimeError, match=r"pip install 'cake-core\[toolchain\]' 'cuda-toolkit>=1") as error:
         check_toolkit(library, find_toolchain())
     assert toolkit in str(error.value)
     assert str(fake.nvcc) in str(error.value)

@@ -59,7 +59,7 @@ def test_places_are_searched_in_the_documented_order(
         assert name not in " ".join(found.tried[:-1])
         without(name, places, monkeypatch, tmp_path)
     toolchain.forget()
-    with pytest.raises(RuntimeError, match=r"set CAKE_NVCC or run pip install 'cuda-toolkit\[nvcc,crt") as error:
+    with pytest.raises(RuntimeError, match=r"set CAKE_NVCC or run pip install 'cake-core\[toolchain\]'") as error:
         toolchain.find_toolchain()
     for place in ("PATH: no nvcc", "sys.path: no nvcc", f"system: {places['system'].nvcc} (not there)"):
         assert place in str(error.value)

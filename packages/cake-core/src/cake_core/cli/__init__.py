@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse with the one-line errors of the other commands; exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"cake: {message} ({self.prog} --help lists what there is)\n")
+        self.exit(2, f"cake: {message}; {self.prog} --help lists what there is\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import registry
 from ..errors import closest, message
 from ..spec import OpSpec
-from .output import Output, counted
+from .output import Output, Progress, counted
 from .suite import Suite, configuration_kept, configure_variant, load_suite, variants_of
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _BAR_CELLS = 20
+_WIDE = 100
+"""Columns of a terminal that percentiles and bars are shown on."""
+_NAMES_IN_MESSAGE = 8
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -40,16 +43,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from ..bench import run_bench, write_json
 
     with configuration_kept(), out.progress(f"bench {spec.name}") as progress:
-        rows = 0
-
-        def show(row: Mapping[str, Any]) -> None:
-            nonlocal rows
-            rows += 1
-            progress.update(f"{row['shape']} {row['pass']} {row['variant']}", done=rows)
-
+        progress.update("ceilings of the device")
+        steps = _Steps(progress, len(shapes), len(variants) * (args.rounds + 1))
         try:
-            targets = _targets(spec, suite, shapes, variants, args.device)
-            document = run_bench(targets, device=args.device, rounds=args.rounds, on_row=show)
+            targets = _targets(spec, suite, shapes, variants, args.device, steps)
+            document = run_bench(targets, device=args.device, rounds=args.rounds)
         except AssertionError as error:
             out.failure(error)
             return 1
@@ -63,6 +61,25 @@ def run(args: argparse.Namespace, out: Output) -> int:
         title = f"{spec.name} on {document['device']}"
         render_svg(document["rows"], args.plot, title=title, ceilings=document["ceilings"])
     return 0
+
+
+class _Steps:
+    """Progress in preparations of a target, which the runner makes untimed: one before the check, one each round."""
+
+    def __init__(self, progress: Progress, shapes: int, per_pass: int) -> None:
+        self._progress, self._shapes, self._per_pass = progress, shapes, per_pass
+        self._passes: list[int] = []
+        self._done = 0
+
+    def enter(self, passes: int) -> None:
+        """The next shape has this many passes; those after it are taken to have as many."""
+        self._passes.append(passes)
+
+    def step(self, what: str) -> None:
+        """``what`` is prepared and runs next."""
+        passes = sum(self._passes) + (self._shapes - len(self._passes)) * self._passes[-1]
+        self._progress.update(what, done=self._done, total=passes * self._per_pass)
+        self._done += 1
 
 
 def _check_plot(path: str | None) -> None:
@@ -101,15 +118,26 @@ def _shapes(suite: Suite, names: Sequence[str] | None) -> dict[str, Mapping[str,
     for name in names or ():
         if name not in suite.shapes:
             got = repr(name) + closest(name, suite.shapes)
-            raise ValueError(message("bench", "--shape", got, "one of " + ", ".join(suite.shapes)))
+            some = [*suite.shapes][:_NAMES_IN_MESSAGE]
+            more = ", ..." if len(suite.shapes) > len(some) else ""
+            raise ValueError(message("bench", "--shape", got, "one of " + ", ".join(some) + more))
     return {name: suite.shapes[name] for name in dict.fromkeys(names or suite.shapes)}
 
 
 def _targets(
-    spec: OpSpec, suite: Suite, shapes: Mapping[str, Mapping[str, Any]], variants: Sequence[str], device: str
+    spec: OpSpec,
+    suite: Suite,
+    shapes: Mapping[str, Mapping[str, Any]],
+    variants: Sequence[str],
+    device: str,
+    steps: _Steps,
 ) -> Iterator[BenchTarget]:
     """Targets of one shape after the other, so that only one shape's operands exist at a time."""
     from ..bench import BenchTarget
+
+    def prepare(variant: str, what: str) -> None:
+        steps.step(what)
+        configure_variant(spec, variant)
 
     version = (registry.distribution(spec.name) or ("", ""))[1]
     for shape, arguments in shapes.items():
@@ -117,6 +145,7 @@ def _targets(
         for variant in variants:
             configure_variant(spec, variant)
             cases[variant] = suite.make_case(device=device, seed=0, **arguments)
+        steps.enter(len(cases[variants[0]].run))
         want = functools.cache(cases[variants[0]].want)
         for name in cases[variants[0]].run:
             for variant, case in cases.items():
@@ -131,7 +160,7 @@ def _targets(
                     dtype=str(arguments.get("dtype", "")).removeprefix("torch."),
                     bytes=case.traffic.get(name),
                     flop=case.flop.get(name),
-                    before=functools.partial(configure_variant, spec, variant),
+                    before=functools.partial(prepare, variant, f"{shape} {name} {variant}"),
                     check=functools.partial(_check, suite, case.run[name], want),
                 )
 
@@ -146,26 +175,42 @@ def _check(suite: Suite, run: Callable[[], Mapping[str, Tensor]], want: Callable
 
 def _print(document: Mapping[str, Any], out: Output) -> None:
     ceilings: Mapping[str, float | None] = document["ceilings"]
-    columns = ["shape", "pass", "variant", "median ms", "p20", "p80", "reached", "of ceiling"]
+    wide = out.width is None or out.width >= _WIDE
+    times = {"median ms": "median_ms", **({"p20": "p20_ms", "p80": "p80_ms"} if wide else {})}
+    bars = wide and out.on_terminal
     rows: list[tuple[str, ...]] = []
     for row in document["rows"]:
         reached, share = _reached(row, ceilings)
-        times = (f"{row[key]:.4f}" for key in ("median_ms", "p20_ms", "p80_ms"))
-        cells = (row["shape"], row["pass"], row["variant"], *times, reached, "-" if share is None else f"{share:.0%}")
-        rows.append((*cells, _bar(share)) if out.on_terminal else cells)
-    out.table([*columns, ""] if out.on_terminal else columns, rows)
-    measured = (("copy", "copy_tbps", "TB/s"), ("matmul", "matmul_tflops", "TFLOP/s"))
-    text = ", ".join(f"{name} {ceilings[key]:.3g} {unit}" for name, key, unit in measured if ceilings.get(key))
+        figures = (_four_digits(row[key]) for key in times.values())
+        cells = (row["shape"], row["pass"], row["variant"], *figures, reached, "-" if share is None else f"{share:.0%}")
+        rows.append((*cells, _bar(share)) if bars else cells)
+    columns = ("shape", "pass", "variant", *times, "reached", "of ceiling", *([""] if bars else []))
+    out.table(columns, rows, fold=("shape",))
+    measured = (("copy", "copy_tbps", "tbps"), ("matmul", "matmul_tflops", "tflops"))
+    text = ", ".join(f"{name} {_rate(key, top)}" for name, of, key in measured if (top := ceilings.get(of)))
     out.line(f"{counted(len(rows), 'row')} on {document['device']}; ceilings of this run: {text}")
 
 
 def _reached(row: Mapping[str, Any], ceilings: Mapping[str, float | None]) -> tuple[str, float | None]:
-    """TFLOP/s where compute is the bound, else TB/s, and the share of what a matmul or a copy reached."""
-    for key, ceiling, unit in (("tflops", "matmul_tflops", "TFLOP/s"), ("tbps", "copy_tbps", "TB/s")):
+    """FLOP/s where compute is the bound, else B/s, and the share of what a matmul or a copy reached."""
+    for key, ceiling in (("tflops", "matmul_tflops"), ("tbps", "copy_tbps")):
         if (value := row[key]) is not None:
             limit = ceilings.get(ceiling)
-            return f"{value:.3g} {unit}", value / limit if limit else None
+            return _rate(key, value), value / limit if limit else None
     return "-", None
+
+
+def _rate(key: str, tera: float) -> str:
+    from ..bench import rate_unit
+
+    factor, unit = rate_unit(key, tera)
+    return f"{tera * factor:.3g} {unit}"
+
+
+def _four_digits(value: float) -> str:
+    """``0.01234``, ``135.8``, ``12350``: what a median of timings is good for."""
+    rounded = float(f"{value:.4g}")
+    return f"{rounded:.0f}" if rounded >= 1000 else f"{rounded:#.4g}"
 
 
 def _bar(share: float | None) -> str:

@@ -84,6 +84,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.table(
             ("package", "arch", "library", "size", "built"),
             [(e.package, e.arch, e.library, _size(e.size), f"{_age(now - e.built)} ago") for e in libraries],
+            fold=("package", "library"),
         )
     tail = f", {counted(len(leftovers), 'leftover')} (cake cache prune)" if leftovers else ""
     total = _size(sum(entry.size for entry in entries))

@@ -43,10 +43,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "problems": len(problems),
         }
     )
-    out.table(("machine", "found", "status"), [(check.what, check.found, check.status) for check in machine])
+    columns = ("machine", "found", "status")
+    out.table(columns, [(check.what, check.found, check.status) for check in machine], fold=("found",))
     out.line()
     if ops:
-        out.table(("op", "here", "status"), [(check.what, check.found, check.status) for check in ops])
+        out.table(("op", "here", "status"), [(check.what, check.found, check.status) for check in ops], fold=("here",))
     else:
         out.line("no op is installed (pip install cake-norms, for example)")
     for check in (*machine, *ops):
@@ -66,7 +67,7 @@ def _import(name: str) -> ModuleType | Exception:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).split()).removeprefix("cake: ") or type(error).__name__
 
 
 def _version(distribution: str) -> str | None:
@@ -167,7 +168,7 @@ def _cuda_of(torch: ModuleType | Exception) -> tuple[int, int] | None:
 
 def _compilers(torch: ModuleType | Exception) -> Iterator[_Check]:
     """A missing compiler is a warning here: whether it blocks an op is said with the op."""
-    install = toolchain.INSTALL_TOOLKIT.format(version="")
+    install = toolchain.INSTALL_TOOLKIT
     try:
         toolkit = toolchain.find_toolchain()
     except RuntimeError as error:
@@ -272,7 +273,7 @@ def _on_device(spec: OpSpec, index: int) -> Iterator[_Check]:
             toolchain.find_toolchain()
             toolchain.host_compiler()
     except RuntimeError as error:
-        yield _Check(what, _one_line(error), "problem", toolchain.INSTALL_TOOLKIT.format(version=""))
+        yield _Check(what, _one_line(error), "problem", toolchain.INSTALL_TOOLKIT)
         return
     if compiled == len(libraries):
         yield _Check(what, f"runs: {compiled} {arch} libraries compiled")

@@ -7,10 +7,12 @@ from typing import Any
 
 from .. import registry
 from ..build_json import load_manifest
-from ..spec import Flag, OpSpec
+from ..spec import REQUIRED, Flag, OpSpec, Param
 from .output import Output
 
 __all__ = ["run"]
+
+_COLUMNS = ("op", "distribution", "variants", "selected by", "flags", "prebuild", "backends")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -23,7 +25,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         known = sorted({distribution for distribution, _ in registry.KNOWN_OPS.values()})
         out.line(f"no op is installed; the distributions are {', '.join(known)}")
     if ops:
-        out.table(("op", "distribution", "variants", "selected by", "flags", "backends"), [_row(op) for op in ops])
+        out.table(_COLUMNS, [_row(op) for op in ops])
     for name, error in [(op["op"], op["error"]) for op in ops if op["error"]]:
         out.line(f"{name}: {error}")
     for entry in broken:
@@ -51,6 +53,7 @@ def _describe(spec: OpSpec) -> dict[str, Any]:
         "selected_by": [[dest, value] for dest, value in spec.selected_by],
         "variant_flag": "--" + spec.variant_dest.replace("_", "-") if spec.has_variant_flag else None,
         "flags": [_flag(flag) for flag in spec.flags],
+        "prebuild_params": [_param(param) for param in spec.prebuild_params],
         "entry_points": list(spec.entry_points),
         "backends": ["cpu", *sorted(archs, key=_by_number)],
         "error": error,
@@ -69,6 +72,16 @@ def _flag(flag: Flag) -> dict[str, Any]:
     }
 
 
+def _param(param: Param) -> dict[str, Any]:
+    required = param.default is REQUIRED
+    return {
+        "name": param.name,
+        "kind": param.kind,
+        "required": required,
+        "default": None if required else param.default,
+    }
+
+
 def _row(op: dict[str, Any]) -> tuple[str, ...]:
     return (
         op["op"],
@@ -76,6 +89,7 @@ def _row(op: dict[str, Any]) -> tuple[str, ...]:
         ", ".join(op["variants"]),
         ", ".join(f"--{dest.replace('_', '-')} {value}" for dest, value in op["selected_by"]),
         ", ".join(_visible_flags(op)) or "-",
+        ", ".join(param["name"] for param in op["prebuild_params"]) or "-",
         ", ".join(op["backends"]),
     )
 

@@ -6,7 +6,7 @@ rich is imported for a terminal alone (not with ``--plain`` or ``--json``): it c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -15,7 +15,8 @@ from .. import env
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
-    from rich.progress import TaskID
+    from rich.progress import Task, TaskID
+    from rich.text import Text
 
 __all__ = ["Output", "Progress", "counted"]
 
@@ -29,6 +30,10 @@ _STYLES = {
     "failed": "bold red",
     "problem": "bold red",
 }
+_GAP = 2
+"""Blanks between two columns."""
+_FOLDED = 12
+"""The least width of a column whose text may continue on the next line."""
 
 
 class Progress:
@@ -67,6 +72,11 @@ class Output:
         """Whether tables are drawn by rich."""
         return self._console is not None
 
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal, None for plain text, whose lines are as long as they are."""
+        return self._console.width if self._console is not None else None
+
     def line(self, text: str = "") -> None:
         """One line of text for people."""
         if self.json:
@@ -74,10 +84,15 @@ class Output:
         if self._console is None:
             print(text)
         else:
-            self._console.print(text, markup=False)
+            # The terminal breaks a long line itself: a command or a path in it is copied whole.
+            self._console.print(text, markup=False, soft_wrap=True)
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Rows of cells under ``columns``; the words of a column named "status" are coloured on a terminal."""
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, fold: Collection[str] = ()) -> None:
+        """Rows of cells under ``columns``; the words of a column named "status" are coloured on a terminal.
+
+        Nothing is cut: on a narrow terminal the columns named in ``fold`` continue on the next line, and where that is
+        not enough every row becomes a block of ``column  cell`` lines under its first cell.
+        """
         if self.json:
             return
         if self._console is None:
@@ -88,11 +103,42 @@ class Output:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-        status = columns.index("status") if "status" in columns else -1
-        for row in rows:
-            table.add_row(*(Text(cell, _STYLES.get(cell, "") if i == status else "") for i, cell in enumerate(row)))
+        styled = [
+            [
+                Text(cell, _STYLES.get(cell, "") if name == "status" else "")
+                for name, cell in zip(columns, row, strict=True)
+            ]
+            for row in rows
+        ]
+        least = [
+            min(width, _FOLDED) if name in fold else width
+            for name, width in zip(columns, _widths(columns, rows), strict=True)
+        ]
+        if sum(least) + _GAP * (len(least) - 1) > self._console.width:
+            self._blocks(columns, styled)
+            return
+        # One blank of the gap is the cell's, the other the box's.
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        for name, width in zip(columns, least, strict=True):
+            table.add_column(name, min_width=width, no_wrap=name not in fold, overflow="fold")
+        for row in styled:
+            table.add_row(*row)
         self._console.print(table)
+
+    def _blocks(self, columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+        from rich.padding import Padding
+        from rich.table import Table
+
+        assert self._console is not None
+        for head, *cells in rows:
+            head.stylize("bold")
+            self._console.print(head, soft_wrap=True)
+            block = Table.grid(padding=(0, _GAP, 0, 0))
+            block.add_column(no_wrap=True)
+            block.add_column(overflow="fold")
+            for name, cell in zip(columns[1:], cells, strict=True):
+                block.add_row(name, cell)
+            self._console.print(Padding(block, (0, 0, 0, _GAP)))
 
     def document(self, data: Any) -> None:
         """The result as JSON, with ``--json`` alone."""
@@ -122,12 +168,17 @@ class Output:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
+        from rich.text import Text
+
+        class Count(MofNCompleteColumn):
+            def render(self, task: Task) -> Text:
+                return super().render(task) if task.total is not None else Text()
 
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            Count(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[status]}", markup=False),
         )
@@ -140,7 +191,11 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
+
+
 def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
+    widths = _widths(columns, rows)
     for row in (columns, *rows):
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from .. import registry
 from ..errors import message
 from ..spec import OpSpec
-from .output import Output, Progress, counted
-from .suite import configuration_kept, configure_variant, load_suite, variants_of
+from .output import Output, counted
+from .suite import Suite, configuration_kept, configure_variant, load_suite, variants_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _REPEATS = 3
-_COLUMNS = ("op", "pass", "variant", "shapes", "worst output", "error", "budget", "bits", "status")
+_COLUMNS = ("op", "pass", "variant", "worst output", "error", "budget", "bits", "status")
 
 
 @dataclass
@@ -58,15 +59,9 @@ class _Row:
         return {**data, "status": self.status}
 
     def cells(self) -> tuple[str, ...]:
-        bits = (
-            f"{self.repeats}x equal {self.sha256[:8]}"
-            if self.same_bits
-            else "-"
-            if self.same_bits is None
-            else "differ"
-        )
-        number = (f"{value:.1e}" if value is not None else "-" for value in (self.error, self.budget))
-        return (self.op, self.run, self.variant, str(self.shapes), self.output or "-", *number, bits, self.status)
+        bits = f"{self.repeats}x {self.sha256[:8]}" if self.same_bits else "-" if self.same_bits is None else "differ"
+        error, budget = (_number(value) for value in (self.error, self.budget))
+        return (self.op, self.run, self.variant, self.output or "-", error, budget, bits, self.status)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -76,20 +71,33 @@ def run(args: argparse.Namespace, out: Output) -> int:
     started = time.monotonic()
     rows = [_Row(name, "-", "-", problems=[f"broken declaration: {reason}"]) for name, reason in broken.items()]
     with configuration_kept(), out.progress("verify") as progress:
+        progress.update("loading the cases")
+        suites = {spec.name: _suite(spec) for spec in specs}
+        variants = {spec.name: spec.variants if args.variant is None else (args.variant,) for spec in specs}
+        total = sum(
+            len(suite.shapes) * len(variants[name]) for name, suite in suites.items() if isinstance(suite, Suite)
+        )
+        done = itertools.count()
+
+        def show(status: str) -> None:
+            progress.update(status, done=next(done), total=total)
+
         for spec in specs:
-            rows += _verify(spec, device, args.variant, args.seed, progress)
+            rows += _verify(spec, suites[spec.name], device, variants[spec.name], args.seed, show)
     seconds = time.monotonic() - started
     failed = sum(row.status == "failed" for row in rows)
     document = [row.document() for row in rows]
     out.document(
         {"device": device, "seed": args.seed, "seconds": round(seconds, 3), "failed": failed, "rows": document}
     )
-    out.table(_COLUMNS, [row.cells() for row in rows])
+    out.table(_COLUMNS, [row.cells() for row in rows], fold=("worst output",))
     for row in rows:
         for problem in row.problems:
             out.line(f"{row.op} {row.run} {row.variant}: {problem}")
     verdict = f"{failed} of {len(rows)} rows failed" if failed else f"{len(rows)} rows ok"
-    out.line(f"{counted(len({row.op for row in rows}), 'op')} on {device}: {verdict} in {seconds:.1f} s")
+    shapes = sum(len(suite.shapes) for suite in suites.values() if isinstance(suite, Suite))
+    what = f"{counted(len({row.op for row in rows}), 'op')}, {counted(shapes, 'shape')}"
+    out.line(f"{what} on {device}: {verdict} in {seconds:.1f} s")
     return 1 if failed else 0
 
 
@@ -115,7 +123,22 @@ def _device(wanted: str | None) -> str:
     return wanted or ("cuda" if device.device_count() else "cpu")
 
 
-def _verify(spec: OpSpec, device: str, variant: str | None, seed: int, progress: Progress) -> list[_Row]:
+def _suite(spec: OpSpec) -> Suite | Exception:
+    """The op's cases, or what its testing package raises."""
+    try:
+        return load_suite(spec, "VERIFY")
+    except Exception as error:
+        return error
+
+
+def _verify(
+    spec: OpSpec,
+    suite: Suite | Exception,
+    device: str,
+    variants: Sequence[str],
+    seed: int,
+    show: Callable[[str], None],
+) -> list[_Row]:
     """Rows of one op. Whatever an op or its testing package raises becomes a failed row."""
     rows: dict[tuple[str, str], _Row] = {}
     hashes: dict[tuple[str, str], hashlib._Hash] = {}
@@ -123,16 +146,13 @@ def _verify(spec: OpSpec, device: str, variant: str | None, seed: int, progress:
     def row(run: str, variant: str) -> _Row:
         return rows.setdefault((run, variant), _Row(spec.name, run, variant))
 
-    try:
-        suite = load_suite(spec, "VERIFY")
-    except Exception as error:
-        row("-", "-").problems.append(f"its testing package does not load: {_text(error)}")
+    if isinstance(suite, Exception):
+        row("-", "-").problems.append(f"its testing package does not load: {_text(suite)}")
         return list(rows.values())
-    variants = spec.variants if variant is None else (variant,)
     for shape, arguments in suite.shapes.items():
         want: Mapping[str, Tensor] | None = None
         for name in variants:
-            progress.update(f"{spec.name} {shape} {name}")
+            show(f"{spec.name} {shape} {name}")
             try:
                 configure_variant(spec, name)
                 case = suite.make_case(device=device, seed=seed, **arguments)
@@ -173,6 +193,14 @@ def _compare(
             error = _relative_rms(tensor, want[name]) if tensor.shape == want[name].shape else math.nan
         if row.error is None or row.budget is None or _share(error, budget) > _share(row.error, row.budget):
             row.output, row.shape, row.error, row.budget = name, shape, error, budget
+
+
+def _number(value: float | None) -> str:
+    """``1.7e-3``: two digits, as the errors of two correct kernels already differ in the second."""
+    if not value:
+        return "-" if value is None else "0"
+    mantissa, separator, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if separator else mantissa
 
 
 def _share(error: float, budget: float) -> float:

@@ -11,9 +11,11 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cake_core import manifest, registry, toolchain
+from cake_core.cli.output import Progress
 from cake_core.testing.fake_toolchain import FakeToolchain, write_kernels
 
 OP = """
@@ -195,6 +197,18 @@ def installed(toy: Toy) -> Iterator[Toy]:
     toy.write_manifest()
     with registry.override({"toy": importlib.import_module("cake_toy.op").OP}):
         yield toy
+
+
+@pytest.fixture
+def progress(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """(status, done, total) of every update of a command's progress."""
+    seen: list[tuple[Any, ...]] = []
+
+    def update(self: Progress, status: str, *, done: int | None = None, total: int | None = None) -> None:
+        seen.append((status, done, total))
+
+    monkeypatch.setattr(Progress, "update", update)
+    return seen
 
 
 @pytest.fixture

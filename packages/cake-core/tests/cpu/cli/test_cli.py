@@ -27,6 +27,17 @@ COMMANDS = ("ops", "doctor", "prebuild", "verify", "bench", "manifest", "cache")
 HEAVY = ("torch", "tvm_ffi", "numpy", "rich")
 
 
+class Terminal(io.StringIO):
+    """A stream that claims to be one."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def text(self) -> str:
+        """What was written, without colours."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.getvalue())
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., int]], None]:
     """Replaces what ``cake ops`` runs."""
@@ -75,6 +86,7 @@ def test_a_wrong_command_line_is_one_line_and_code_2(argv: list[str], capsys: py
     assert captured.out == ""
     assert captured.err.startswith("cake: ")
     assert captured.err.count("\n") == 1
+    assert ") (" not in captured.err
 
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, RuntimeError, NotImplementedError, OSError])
@@ -181,6 +193,7 @@ def test_ops_describes_an_installed_op(toy: Toy) -> None:
     assert op["selected_by"] == [["toy_backend", "cake"]]
     assert op["backends"] == ["cpu", "sm_80", "sm_90a", "sm_100a"]
     assert [flag["option"] for flag in op["flags"]] == ["--cake-toy-check", "--cake-toy-secret"]
+    assert op["prebuild_params"] == [{"name": "width", "kind": "int", "required": True, "default": None}]
 
 
 def test_ops_in_plain_text_hides_hidden_flags(toy: Toy) -> None:
@@ -196,6 +209,7 @@ def test_ops_in_plain_text_hides_hidden_flags(toy: Toy) -> None:
         "det, fast",
         "--toy-backend cake",
         "--cake-toy-variant, --cake-toy-check",
+        "width",
         "cpu, sm_90a",
     ]
 
@@ -236,7 +250,7 @@ def test_ops_of_an_op_without_kernels(capsys: pytest.CaptureFixture[str]) -> Non
     )
     with registry.override({"plain": plain}):
         assert cli.main(["ops"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["plain", "-", "det", "--plain", "cake", "-", "cpu"]
+    assert capsys.readouterr().out.splitlines()[1].split() == ["plain", "-", "det", "--plain", "cake", *"--", "cpu"]
 
 
 @pytest.mark.parametrize("argv", [["ops"], ["ops", "--json"], ["manifest", "--check"], ["cache"]], ids=" ".join)
@@ -293,6 +307,56 @@ def test_plain_tables_are_aligned_without_trailing_blanks(capsys: pytest.Capture
     assert capsys.readouterr().out == "op      status\na       ok\nlonger  failed\n"
 
 
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[Output, Terminal]]:
+    """An output on a terminal of so many columns, and that terminal."""
+
+    def make(columns: int) -> tuple[Output, Terminal]:
+        stdout = Terminal()
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return Output(), stdout
+
+    return make
+
+
+ROWS = [("gated_rmsnorm", "/a/path/of/many/folders/that/ends/somewhere", "1.234e-3", "ok")]
+
+
+@pytest.mark.parametrize("columns", range(20, 90, 7))
+def test_a_table_on_a_terminal_cuts_nothing(columns: int, screen: Callable[[int], tuple[Output, Terminal]]) -> None:
+    """R88: whatever its width; text that may continue on the next line loses no character."""
+    out, stdout = screen(columns)
+    out.table(("op", "path", "error", "status"), ROWS, fold=("path",))
+    text = stdout.text()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= columns
+    for cell in ("gated_rmsnorm", "1.234e-3", "ok"):
+        assert cell in text
+    assert text.count("/") == ROWS[0][1].count("/")
+
+
+def test_a_table_that_does_not_fit_becomes_blocks(screen: Callable[[int], tuple[Output, Terminal]]) -> None:
+    """R88: a block per row, named by its first cell."""
+    out, stdout = screen(50)
+    out.table(("op", "path", "error", "status"), ROWS)
+    assert [line.rstrip() for line in stdout.text().splitlines()] == [
+        "gated_rmsnorm",
+        "  path    /a/path/of/many/folders/that/ends/somewh",
+        "          ere",
+        "  error   1.234e-3",
+        "  status  ok",
+    ]
+
+
+def test_a_line_on_a_terminal_is_not_broken(screen: Callable[[int], tuple[Output, Terminal]]) -> None:
+    """R88: a command that is copied from it works."""
+    out, stdout = screen(20)
+    out.line("pip install 'something with a long name'")
+    assert stdout.text() == "pip install 'something with a long name'\n"
+
+
 def test_json_drops_text_and_keeps_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     """R89: stdout holds exactly one document; progress lines go to stderr."""
     out = Output(json=True)
@@ -317,11 +381,6 @@ def test_progress_lines_go_to_stdout_without_a_terminal(capsys: pytest.CaptureFi
 
 def test_a_terminal_shows_a_progress_bar_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     """R88: with what is being done and how far it is."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setenv("TERM", "xterm")

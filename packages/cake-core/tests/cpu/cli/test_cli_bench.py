@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cake_core import cli, config
+from cake_core.cli import bench as bench_command
 
 if TYPE_CHECKING:
     from .conftest import Toy
@@ -54,9 +55,58 @@ def test_the_table_shows_the_share_of_the_ceiling(installed: Toy, capsys: pytest
     assert lines[0].split() == ["shape", "pass", "variant", "median", "ms", "p20", "p80", "reached", "of", "ceiling"]
     cells = lines[1].split()
     assert cells[:3] == ["short", "fwd", "det"]
-    assert cells[7] == "TB/s"
-    assert float(cells[8].removesuffix("%")) == pytest.approx(float(cells[6]) / 0.01 * 100, abs=1)
-    assert lines[-1] == "4 rows on cpu; ceilings of this run: copy 0.01 TB/s, matmul 0.1 TFLOP/s"
+    assert cells[7] == "GB/s"
+    assert float(cells[8].removesuffix("%")) == pytest.approx(float(cells[6]) / 10 * 100, abs=1)
+    assert lines[-1] == "4 rows on cpu; ceilings of this run: copy 10 GB/s, matmul 0.1 TFLOP/s"
+
+
+@pytest.mark.parametrize(
+    ("key", "tera", "text"),
+    [("tbps", 4.217, "4.22 TB/s"), ("tbps", 0.0999, "99.9 GB/s"), ("tflops", 0.0168, "16.8 GFLOP/s")],
+)
+def test_a_rate_is_shown_in_the_unit_of_its_size(key: str, tera: float, text: str) -> None:
+    """R89: giga below a tenth of tera."""
+    assert bench_command._rate(key, tera) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0123456, "0.01235"), (0.25, "0.2500"), (135.84, "135.8"), (999.97, "1000"), (12345.6, "12350")],
+)
+def test_a_time_has_four_digits(value: float, text: str) -> None:
+    """R89: more would be false."""
+    assert bench_command._four_digits(value) == text
+
+
+def test_a_narrow_terminal_shows_medians_whole(toy: Toy) -> None:
+    """R89: percentiles and bars need 100 columns; names and figures are never cut."""
+    argv = ("bench", "toy", "--device", "cpu", "--rounds", "1", "--shape", "short")
+    narrow, wide = (toy.terminal(*argv, env={"COLUMNS": width}) for width in ("80", "120"))
+    assert "p20" in wide
+    assert "░" in wide or "█" in wide
+    assert "p20" not in narrow
+    assert "░" not in narrow
+    assert "median ms" in narrow
+    assert "…" not in narrow + wide
+
+
+def test_progress_counts_every_preparation(installed: Toy, progress: list[tuple[Any, ...]]) -> None:
+    """R89: shapes x passes x variants, each once for the check and once per round; the shape that runs is named."""
+    assert bench() == 0
+    steps = [call for call in progress if call[2] is not None]
+    assert [done for _, done, _ in steps] == list(range(2 * 2 * 2 * 3))
+    assert {total for _, _, total in steps} == {24}
+    assert steps[0][0] == "short fwd det"
+    assert steps[-1][0].startswith("long bwd")
+
+
+def test_an_unknown_shape_lists_some_names_only(installed: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    """R89: tables have dozens of shapes; the nearest name is said apart."""
+    installed.write("testing/shapes.py", "BENCH = {f'shape-{i}': {'n': i} for i in range(30)}\n")
+    assert bench("--shape", "shape-29x") == 1
+    message = capsys.readouterr().err
+    assert "did you mean 'shape-29'" in message
+    assert message.endswith("needs one of " + ", ".join(f"shape-{i}" for i in range(8)) + ", ...\n")
 
 
 def test_files_are_written(installed: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

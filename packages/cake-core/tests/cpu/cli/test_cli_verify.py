@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cake_core import cli, config, registry
+from cake_core.cli import verify as verify_command
 from cake_core.testing.synthetic_op.op import OP as SYNTHETIC
 
 if TYPE_CHECKING:
@@ -38,16 +39,34 @@ def test_the_table_has_worst_output_error_budget_and_bits(installed: Toy, capsys
     installed.write("api.py", "def double(x):\n    return x * 2 * (1 + 3e-6)\n")
     assert verify("toy") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == [*"op pass variant shapes worst output error budget bits status".split()]  # noqa: SIM905
+    assert lines[0].split() == [*"op pass variant worst output error budget bits status".split()]  # noqa: SIM905
     forward = [line for line in lines if line.startswith("toy  fwd   det")]
     assert len(forward) == 1
     cells = forward[0].split()
-    assert cells[:5] == ["toy", "fwd", "det", "3", "y"]
-    assert float(cells[5]) == pytest.approx(3e-6, rel=0.1)
-    assert cells[6:9] == ["1.0e-05", "3x", "equal"]
-    assert len(cells[9]) == 8
-    assert cells[10] == "ok"
-    assert lines[-1].startswith("1 op on cpu: 4 rows ok in ")
+    assert cells[:4] == ["toy", "fwd", "det", "y"]
+    assert float(cells[4]) == pytest.approx(3e-6, rel=0.1)
+    assert cells[5:7] == ["1.0e-5", "3x"]
+    assert len(cells[7]) == 8
+    assert cells[8] == "ok"
+    assert lines[-1].startswith("1 op, 3 shapes on cpu: 4 rows ok in ")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0"), (1.74e-3, "1.7e-3"), (2.0, "2.0e0"), (float("nan"), "nan"), (float("inf"), "inf")],
+)
+def test_an_error_is_written_without_idle_digits(value: float | None, text: str) -> None:
+    """R89: the table fits on 80 columns."""
+    assert verify_command._number(value) == text
+
+
+def test_progress_counts_shapes_times_variants(installed: Toy, progress: list[tuple[Any, ...]]) -> None:
+    """R89: the total is known before the first case runs, and each case is named when it starts."""
+    assert verify("toy") == 0
+    cases = [("small", "det"), ("small", "fast"), ("odd", "det"), ("odd", "fast"), ("empty", "det"), ("empty", "fast")]
+    assert [call for call in progress if call[2] is not None] == [
+        (f"toy {shape} {variant}", done, 6) for done, (shape, variant) in enumerate(cases)
+    ]
 
 
 def test_a_scale_error_of_two_percent_fails(installed: Toy, capsys: pytest.CaptureFixture[str]) -> None:
