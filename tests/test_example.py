@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +53,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def sha256(output: str) -> str:
-    found = re.search(r"^weights sha256 \(\d+ threads\): ([0-9a-f]{64})$", output, re.MULTILINE)
+    found = re.search(r"^weights sha256 \(1 thread\): ([0-9a-f]{64})$", output, re.MULTILINE)
     assert found is not None, output
     return found[1]
 
@@ -113,6 +116,27 @@ def test_the_plot_is_an_svg_whose_words_are_text(example: ModuleType, text: Path
         assert word in words, f"{word!r} is not in the chart"
 
 
+def test_the_last_number_of_the_plot_stands_beside_the_curves(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    places = []
+
+    def savefig(self, path: Path, **options: object) -> None:
+        self.canvas.draw()
+        (axes,) = self.axes
+        places.append((axes.bbox.x1, axes.texts[0].get_text(), axes.texts[0].get_window_extent(), self.bbox.x1))
+
+    monkeypatch.setattr(figure.Figure, "savefig", savefig)
+    for steps in (1, 40):
+        history = example.History(train=[4.0] * steps, held_out=[(0, 8.0), (steps, 3.92)], unigram=3.9)
+        example.plot(history, "a title with $ and $", tmp_path / "loss.svg")
+    for right_of_axes, words, label, right_of_figure in places:
+        assert words == "3.92"
+        assert right_of_axes < label.x0 < label.x1 <= right_of_figure
+    assert len(places) == 2
+
+
 def test_whole_files_are_held_out_and_the_split_does_not_depend_on_their_order(
     example: ModuleType, tmp_path: Path
 ) -> None:
@@ -135,10 +159,14 @@ def test_the_standard_library_is_text_enough(example: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--steps", "0"], "--steps is 0; needs at least 1"),
-        (["--threads", "-1"], "--threads is -1; needs at least 1"),
+        (["--steps", "0"], "--steps is 0; needs 1 to 1000000000"),
+        (["--steps", "-1"], "--steps is -1; needs 1 to 1000000000"),
+        (["--threads", "-1"], "--threads is -1; needs 1 to 1024"),
+        (["--seed", str(2**63)], f"--seed is {2**63}; needs 0 to {2**63 - 1}"),
         (["--text", "no/such/folder"], "--text is no/such/folder; needs an existing file or folder"),
-        (["--plot", "no/such/folder/loss.svg"], "--plot is no/such/folder/loss.svg"),
+        (["--plot", "no/such/folder/loss.svg"], "--plot is no/such/folder/loss.svg; needs a file that can be written"),
+        (["--plot", "."], "--plot is .; needs a file that can be written (Is a directory)"),
+        (["--save", "no/such/folder/it.pt"], "--save is no/such/folder/it.pt; needs a file that can be written"),
         (["--variant", "quick"], "invalid choice: 'quick'"),
         pytest.param(
             ["--device", "cuda"],
@@ -154,6 +182,34 @@ def test_misuse_ends_with_status_2_and_names_the_option(
         example.main(arguments)
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_training(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        example.main(["--plot", str(tmp_path / "loss.svg")])
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_early_ends_the_run_without_a_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = (sys.executable, ROOT / "examples" / "train_bytes.py", "--help")
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (-signal.SIGPIPE, b"")
+
+
+def test_smoothing_follows_a_slope_from_the_first_step_and_scales_with_the_run(example: ModuleType) -> None:
+    assert example.smoothed([1.0]) == [1.0]
+    slope = [8.0 - step for step in range(300)]
+    half = 300 // 50 + 1
+    assert example.smoothed(slope)[:-half] == pytest.approx(slope[:-half])
+    spike = [0.0] * 300
+    spike[150] = 1.0
+    assert sum(value > 0 for value in example.smoothed(spike)) == 2 * half + 1
 
 
 def test_too_little_text_is_an_error_without_a_traceback(

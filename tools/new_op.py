@@ -1,12 +1,12 @@
 """Make a new op package from templates/op: ``uv run tools/new_op.py NAME``.
 
-The package works as it is (a squared ReLU): change it step by step and keep its tests green. docs/adding_an_op.md says
-what belongs where.
+The package works as it is (a squared ReLU). docs/adding_an_op.md says how it becomes another op and what belongs where.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import keyword
 import re
 import shutil
@@ -17,8 +17,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "templates" / "op"
-# Names of the package's own modules: an op of that name would be shadowed by its module.
-MODULES = ("api", "autograd", "backends", "kernels", "op", "plan", "testing")
+# What is run in a new package, in this order, and what it is for; docs/adding_an_op.md has the same list.
+STEPS = (
+    ("uv sync", "install it"),
+    ("uv run tools/pins.py", "constraints.txt names the package as a user of its pins"),
+    ("uv run ruff format packages/{dist}", "lines have another length now"),
+    ("uv run ruff check --fix packages/{dist}", "nothing to fix before you change the code"),
+    ("uv run cake manifest {dist}", "kernels/libraries.toml -> kernels/build.json"),
+    ("uv run pytest packages/{dist}", "its own tests"),
+    ("uv run cake verify {name}", "forward and backward against the FP64 oracle, on the CPU"),
+    ('uv run pytest packages/cake-core -k "contract and {name}"', "the op contract"),
+)
 
 
 def distribution(name: str) -> str:
@@ -30,8 +39,8 @@ def check_name(name: str, root: Path | None = None) -> None:
     """Raises: ValueError for a name that is no op name, that Python or the package needs, or that exists."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ValueError(f"NAME is {name!r}; needs lower-case letters, digits and single underscores, a letter first")
-    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in MODULES:
-        raise ValueError(f"NAME is {name!r}; needs a name that is no keyword and no module of the package")
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in template_names():
+        raise ValueError(f"NAME is {name!r}; needs a name that is no keyword and that templates/op does not use itself")
     root = root or ROOT
     for package in sorted((root / "packages").glob("*/pyproject.toml")):
         project = tomllib.loads(package.read_text())["project"]
@@ -53,6 +62,18 @@ def template_files(template: Path = TEMPLATE) -> Iterator[Path]:
     for file in sorted(template.rglob("*")):
         if file.is_file() and not left_behind.intersection(file.relative_to(template).parts):
             yield file
+
+
+def template_names() -> set[str]:
+    """Names of the template's files and in its Python code: an op called ``plan`` or ``torch`` would hide them."""
+    names: set[str] = set()
+    for file in template_files():
+        names |= {file.stem, *file.relative_to(TEMPLATE).parent.parts}
+        if file.suffix == ".py":
+            for node in ast.walk(ast.parse(file.read_text())):
+                # The attributes that hold a name, of a variable, an argument, an import or a definition.
+                names |= {str(vars(node)[key]) for key in ("id", "arg", "name", "asname") if vars(node).get(key)}
+    return names
 
 
 def create(name: str, folder: Path) -> None:
@@ -84,20 +105,11 @@ def register(pyproject: str, name: str) -> str:
     return pyproject
 
 
-def next_steps(name: str) -> str:
-    """What to do after the package is made."""
-    dist = distribution(name)
-    return f"""packages/{dist} is made and part of the workspace. Next:
-
-  uv sync                                       install it
-  uv run ruff format packages/{dist}            lines have another length now
-  uv run cake manifest {dist}                   write kernels/build.json
-  uv run pytest packages/{dist}                 its own tests
-  uv run cake verify {name}                     against the FP64 oracle
-  uv run pytest packages/cake-core -k "contract and {name}"
-
-Then make it your op: docs/adding_an_op.md. An op that trainers select by a flag of their own also goes into
-KNOWN_OPS of cake_core/registry.py, so that a missing distribution is named in the error."""
+def next_steps(name: str) -> list[str]:
+    """One line for each of ``STEPS``, with the hints in one column."""
+    commands = [command.format(name=name, dist=distribution(name)) for command, _ in STEPS]
+    width = max(map(len, commands))
+    return [f"{command:<{width}}  # {hint}" for command, (_, hint) in zip(commands, STEPS, strict=True)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,7 +125,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     create(name, ROOT / "packages" / distribution(name))
     pyproject.write_text(registered)
-    print(next_steps(name))
+    print(f"packages/{distribution(name)} is made and part of the workspace. Next:", "", sep="\n")
+    print(*next_steps(name), sep="\n")
+    print("", "Then make it your op: docs/adding_an_op.md.", sep="\n")
     return 0
 
 

@@ -1,5 +1,6 @@
+#include <cake/v1/ffi.h>
+
 #include "__op__.h"
-#include "cake/v1/ffi.h"
 
 namespace cake::__op__ {
 
