@@ -1,6 +1,6 @@
 """Train a byte-level transformer whose norms are Cake's on real text: by default the Python standard library itself.
 
-    python examples/train_bytes.py                                 # about two minutes on two CPU cores
+    python examples/train_bytes.py                                 # two to three minutes on two CPU cores
     python examples/train_bytes.py --device cuda --variant fast --steps 3000 --plot loss.svg
 
 Every block normalises its input with ``ZeroCenteredRMSNorm`` and its attention output, head by head, with
@@ -294,7 +294,7 @@ def plot(history: History, title: str, path: Path) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0], allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=1100, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=900, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--variant", choices=("det", "fast"), default="det", help="of both norms (default: det)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--text", type=Path, metavar="PATH", help="a file or folder instead of the standard library")
