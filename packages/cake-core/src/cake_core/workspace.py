@@ -9,6 +9,7 @@ destroyed streams can come back with another stream; ``release_pool`` (``cake_co
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -200,3 +201,12 @@ def release_pool() -> int:
         freed = sum(pool.held for pool in _pools.values())
         _pools.clear()
     return freed
+
+
+def _after_fork() -> None:
+    """A thread that held the lock does not exist in the child."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cake_core import build, compiler, config, env, hooks, lifecycle, registry, toolchain
+from cake_core import build, compiler, config, env, hooks, lifecycle, registry, toolchain, workspace
 from cake_core.errors import check_float
 from cake_core.spec import OpSpec
 from cake_core.testing.fake_toolchain import FakeToolchain
@@ -160,7 +160,7 @@ def test_the_list_of_tried_compilers_says_what_they_said(tmp_path: Path, monkeyp
     toolchain.forget()
 
 
-LOCKS = [(registry, "_lock"), (config, "_lock"), (lifecycle, "_lock"), (build, "_forbid_lock")]
+LOCKS = [(registry, "_lock"), (config, "_lock"), (lifecycle, "_lock"), (build, "_forbid_lock"), (workspace, "_lock")]
 
 
 def test_a_child_forked_while_other_threads_hold_the_locks_works(tmp_path: Path) -> None:

@@ -361,6 +361,7 @@ def test_offsets_past_two_to_the_31_reach_the_right_rows() -> None:
 @pytest.mark.large
 @pytest.mark.parametrize(("rows", "hidden"), [(8_400_000, 256), (419_431, 5120)])
 def test_more_than_two_to_the_31_elements(rows: int, hidden: int) -> None:
+    """N01: 32-bit element offsets wrap just above 2^31."""
     x, dy, w = _randn(rows, hidden, seed=1), _randn(rows, hidden, seed=2), _randn(hidden, seed=3).float()
     got = _run(x, w, dy)
     tail = _run(x[-64:], w, dy[-64:])
