@@ -168,7 +168,7 @@ class Backend:
         outer = torch.cuda.current_stream(index)
         side = torch.cuda.Stream(index)
         side.wait_stream(outer)
-        # torch.cuda.stream also makes the stream's device current; X07 tests need the current device left alone.
+        # torch.cuda.stream also makes the stream's device current; here the current device stays what it is.
         current = torch.cuda.current_device()
         torch.cuda.set_stream(side)
         torch.cuda.set_device(current)
