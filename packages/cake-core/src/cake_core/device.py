@@ -327,13 +327,14 @@ def tensor_of(
 _no_elements: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
-def device_arch(device: Any = None, *, package: HasLibraries | None = None) -> str:
+def device_arch(device: Any = None, *, package: HasLibraries | None = None, entry: str = "device_arch") -> str:
     """Architecture name that programs for a device carry, such as "sm_90a".
 
     Args:
         device: index, "cuda", "cuda:1" or a torch.device; None: the current device.
         package: a KernelPackage. The answer is then an architecture it has libraries for: the device's own, else the
             portable "sm_80" entry on any device from capability 8.0 on.
+        entry: the function that the user called, for messages.
 
     Raises:
         TypeError: another Python type. ValueError: no such device. RuntimeError: no CUDA device at all.
@@ -344,14 +345,14 @@ def device_arch(device: Any = None, *, package: HasLibraries | None = None) -> s
         known = answering.arch_memo.get((device, package))
         if known is not None:
             return known
-    index = _index(answering, device)
+    index = _index(answering, device, entry)
     known = answering.arch_memo.get((index, package))
     if known is None:
-        known = answering.arch_memo[index, package] = _arch(answering.capability(index), index, package)
+        known = answering.arch_memo[index, package] = _arch(answering.capability(index), index, package, entry)
     return known
 
 
-def _arch(capability: tuple[int, int], index: int, package: HasLibraries | None) -> str:
+def _arch(capability: tuple[int, int], index: int, package: HasLibraries | None, entry: str) -> str:
     own = ARCH_BY_CAPABILITY.get(capability)
     if package is None:
         if own is not None:
@@ -367,7 +368,7 @@ def _arch(capability: tuple[int, int], index: int, package: HasLibraries | None)
     major, minor = capability
     raise NotImplementedError(
         message(
-            "device_arch",
+            entry,
             f"device cuda:{index}",
             f"of compute capability {major}.{minor}",
             f"a supported architecture: {supported}",
@@ -376,31 +377,27 @@ def _arch(capability: tuple[int, int], index: int, package: HasLibraries | None)
     )
 
 
-def _index(answering: Backend, device: Any) -> int:
+def _index(answering: Backend, device: Any, entry: str) -> int:
     """The CUDA device index that ``device`` names."""
     import torch
 
     if isinstance(device, bool) or not isinstance(device, int | str | torch.device | None):
         wanted = "a device index, a device string, a torch.device or None"
-        raise TypeError(message("device_arch", "device", f"{device!r} ({type(device).__name__})", wanted))
+        raise TypeError(message(entry, "device", f"{device!r} ({type(device).__name__})", wanted))
     if isinstance(device, str):
         try:
             device = torch.device(device)
         except RuntimeError:
-            raise ValueError(message("device_arch", "device", repr(device), "a device such as 'cuda:0'")) from None
+            raise ValueError(message(entry, "device", repr(device), "a device such as 'cuda:0'")) from None
     if isinstance(device, torch.device):
         if device.type != "cuda":
             supported = ", ".join(ARCH_BY_CAPABILITY.values())
-            raise NotImplementedError(
-                message("device_arch", "device", f"{str(device)!r}", f"a CUDA device: {supported}")
-            )
+            raise NotImplementedError(message(entry, "device", f"{str(device)!r}", f"a CUDA device: {supported}"))
         device = device.index
     count = answering.device_count()
     if count == 0:
-        raise RuntimeError(
-            message("device_arch", "device", "CUDA on a machine without a CUDA device", "one", "or name arch=")
-        )
+        raise RuntimeError(message(entry, "device", "CUDA on a machine without a CUDA device", "one", "or name arch="))
     index: int = answering.current_device() if device is None else device
     if not 0 <= index < count:
-        raise ValueError(message("device_arch", "device", f"cuda:{index}", f"an index below {count}"))
+        raise ValueError(message(entry, "device", f"cuda:{index}", f"an index below {count}"))
     return index

@@ -186,10 +186,8 @@ def arch_of(spec: OpSpec, index: int | None = None) -> str:
     from .device import device_arch
 
     has_native = any(package.kind == "native" for package in spec.packages)
-    try:
-        return device_arch(index, package=loader.kernel_package(spec.name) if has_native else None)
-    except NotImplementedError as error:
-        raise NotImplementedError("prebuild: " + str(error).removeprefix("device_arch: ")) from None
+    package = loader.kernel_package(spec.name) if has_native else None
+    return device_arch(index, package=package, entry="prebuild")
 
 
 def _memo_key(spec: OpSpec, index: int | None, arch: str, params: Mapping[str, Any]) -> tuple[Any, ...]:
