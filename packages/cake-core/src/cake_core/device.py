@@ -91,6 +91,10 @@ class Backend:
         with torch.cuda.device(index):  # torch asks the current device's stream only
             return torch.cuda.is_current_stream_capturing()
 
+    def uncaptured_stream(self, index: int) -> int | None:
+        """Raw handle of the current stream of device ``index``; None while that stream captures a graph."""
+        return None if self.capturing(index) else self.stream(index)
+
     def torch_device(self, index: int) -> torch.device:
         import torch
 
@@ -199,7 +203,21 @@ class Backend:
             torch.cuda.set_sync_debug_mode(before)
 
 
-backend: Backend = Backend()
+class _Torch(Backend):
+    """The backend of a process without a fake: asks torch no more than it has to."""
+
+    def uncaptured_stream(self, index: int) -> int | None:
+        bindings = self._bindings or self._bind()
+        handle = bindings._cuda_getCurrentRawStream(index)
+        # CUDA captures no work of the default stream, and the query costs several times what the handle costs.
+        if handle == 0:
+            return 0
+        if bindings._cuda_getDevice() == index:
+            return None if bindings._cuda_isCurrentStreamCapturing() else handle
+        return None if self.capturing(index) else handle
+
+
+backend: Backend = _Torch()
 """What answers now. Read at every question, replaced by ``installed``."""
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from operator import attrgetter
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 from . import config
@@ -25,60 +26,50 @@ if TYPE_CHECKING:
 
 __all__ = ["release_pool", "stats", "take", "uninitialized"]
 
+_Key = tuple[int, int, int, str, str]
+"""Device, raw stream handle, thread, op, role."""
 
-class _DevicePool:
-    """The buffers kept on one device, least recently used first."""
 
-    __slots__ = ("buffers", "held")
+class _Buffer:
+    """A pooled buffer; of two the one with the smaller ``last`` was not used for longer."""
 
-    def __init__(self) -> None:
-        self.buffers: OrderedDict[tuple[int, int, str, str], tuple[int, Tensor]] = OrderedDict()
-        self.held = 0
+    __slots__ = ("key", "last", "size", "tensor")
 
-    def used(self, key: tuple[int, int, str, str]) -> bool:
-        """Mark a buffer as used last; False when it is gone."""
-        try:
-            self.buffers.move_to_end(key)
-        except KeyError:
-            return False
-        return True
-
-    def shrink(self, bound: int) -> int:
-        """Free buffers until at most ``bound`` bytes are held; returns how many it freed."""
-        freed = 0
-        while self.held > bound:
-            _, (size, _) = self.buffers.popitem(last=False)
-            self.held -= size
-            freed += 1
-        return freed
+    def __init__(self, key: _Key, size: int, tensor: Tensor, last: int) -> None:
+        self.key, self.size, self.tensor, self.last = key, size, tensor, last
 
 
 class _Tally:
     """A count that needs no lock: drawing the next number is atomic. A read draws one too and takes it off again."""
 
-    __slots__ = ("_reads", "add")
+    __slots__ = ("_reads", "draw")
 
     def __init__(self) -> None:
-        self.add: Callable[[], int] = itertools.count().__next__
+        self.draw: Callable[[], int] = itertools.count().__next__
         self._reads = 0
 
     def read(self) -> int:
-        """Calls of ``add`` so far; one reader at a time."""
+        """Calls of ``draw`` so far; one reader at a time."""
         self._reads += 1
-        return self.add() - (self._reads - 1)
+        return self.draw() - (self._reads - 1)
 
 
 # Reentrant: a signal handler or finaliser that calls release_pool may interrupt a thread that is inside. It costs as
-# much as the rest of a hit, which therefore goes without: each of its steps is atomic, and no other thread has its key.
+# much as the rest of a hit, which therefore goes without: it looks its buffer up once, and no other thread has its key.
+# A buffer that another thread frees at that moment counts as freed after the hit; its memory stays with the caller.
 _lock = threading.RLock()
-_pools: dict[int, _DevicePool] = {}
+_buffers: dict[_Key, _Buffer] = {}
+_held: dict[int, int] = {}
+"""Device -> bytes of its buffers."""
 _counts = {"misses": 0, "bypassed": 0, "captured": 0, "evicted": 0}
-_hits = _Tally()
-_unlocked = _Tally()
+_pooled = _Tally()
+"""Hits and misses; their numbers order the buffers by use."""
+_unpooled = _Tally()
 """Requests of a configuration that is known to keep nothing."""
-# Configuration whose bound every pool meets; configuration that is known to keep nothing.
-_applied = -1
-_keeps_nothing = -1
+_use = _pooled.draw
+# The configuration whose bound the pool meets, and the one that is known to keep nothing.
+_applied: object = None
+_keeps_nothing: object = None
 
 
 def take(op: str, role: str, nbytes: int, device_index: int | None = None) -> Tensor:
@@ -99,16 +90,16 @@ def take(op: str, role: str, nbytes: int, device_index: int | None = None) -> Te
     state = config._state  # pyright: ignore[reportPrivateUsage]  # one configuration, read once
     backend = devices.backend
     index = backend.current_device() if device_index is None else device_index
-    if _keeps_nothing == state.generation:
-        _unlocked.add()
+    if state is _keeps_nothing:
+        _unpooled.draw()
         return backend.empty(nbytes, index)
-    pool = _pools.get(index)
-    if pool is not None and state.generation == _applied and not backend.capturing(index):
-        key = (backend.stream(index), threading.get_ident(), op, role)
-        known = pool.buffers.get(key)
-        if known is not None and 0 < nbytes <= known[0] and pool.used(key):
-            _hits.add()
-            return known[1]
+    if state is _applied:
+        stream = backend.uncaptured_stream(index)
+        if stream is not None:
+            buffer = _buffers.get((index, stream, get_ident(), op, role))
+            if buffer is not None and 0 < nbytes <= buffer.size:
+                buffer.last = _use()
+                return buffer.tensor
     return _take_locked(op, role, nbytes, index)
 
 
@@ -117,48 +108,62 @@ def _take_locked(op: str, role: str, nbytes: int, index: int) -> Tensor:
         bound = _apply_bound()
         if nbytes == 0 or nbytes > bound:
             _counts["bypassed"] += 1
-        elif devices.capturing(index):  # a graph must own its memory: nothing pooled goes in, nothing comes out
-            _counts["captured"] += 1
         else:
-            key = (devices.stream(index), threading.get_ident(), op, role)
-            return _pooled(key, nbytes, index, bound)
+            stream = devices.backend.uncaptured_stream(index)
+            if stream is not None:
+                return _from_pool((index, stream, get_ident(), op, role), nbytes, bound)
+            _counts["captured"] += 1  # a graph must own its memory: nothing pooled goes in, nothing comes out
     return devices.empty(nbytes, index)
 
 
 def _apply_bound() -> int:
     """The bound in force; buffers above it, of any device, are freed first."""
     global _applied, _keeps_nothing
-    generation = config.generation()  # before the bound: a configure in between is then seen by the next request
-    bound = config.pool_bytes()
-    if generation != _applied:
-        for pool in _pools.values():
-            _counts["evicted"] += pool.shrink(bound)
-        _applied = generation
-        if bound == 0:
-            _keeps_nothing = generation
-    return bound
+    state = config._state  # pyright: ignore[reportPrivateUsage]
+    if state is not _applied:
+        for index in list(_held):
+            _shrink(index, state.pool_bytes)
+        _applied = state
+        if state.pool_bytes == 0:
+            _keeps_nothing = state
+    return state.pool_bytes
 
 
-def _pooled(key: tuple[int, int, str, str], nbytes: int, index: int, bound: int) -> Tensor:
-    pool = _pools.get(index)
-    if pool is None:
-        pool = _pools[index] = _DevicePool()
-    known = pool.buffers.get(key)
+def _from_pool(key: _Key, nbytes: int, bound: int) -> Tensor:
+    known = _buffers.get(key)
     if known is not None:
-        if known[0] >= nbytes:
-            _hits.add()
-            pool.buffers.move_to_end(key)
-            return known[1]
-        # Freed before the larger one is allocated, so that the allocator can reuse the memory.
-        del pool.buffers[key]
-        pool.held -= known[0]
-        known = None
+        if known.size >= nbytes:
+            known.last = _use()
+            return known.tensor
+        _drop(known)
+        known = None  # freed before the larger one is allocated, so that the allocator can reuse the memory
+    index = key[0]
+    _shrink(index, bound - nbytes)
+    tensor = devices.empty(nbytes, index)
+    _buffers[key] = _Buffer(key, nbytes, tensor, _use())
+    _held[index] = _held.get(index, 0) + nbytes
     _counts["misses"] += 1
-    _counts["evicted"] += pool.shrink(bound - nbytes)
-    buffer = devices.empty(nbytes, index)
-    pool.buffers[key] = (nbytes, buffer)
-    pool.held += nbytes
-    return buffer
+    return tensor
+
+
+def _shrink(index: int, bound: int) -> None:
+    """Free the buffers of a device that were not used for longest until it holds at most ``bound`` bytes."""
+    while _held.get(index, 0) > bound:
+        # Of a copy: what a finaliser or signal handler does meanwhile must not break the walk.
+        mine = [buffer for buffer in list(_buffers.values()) if buffer.key[0] == index]
+        if not mine:  # forked, or interrupted, between the two books
+            _held[index] = 0
+            return
+        _drop(min(mine, key=_last_use))
+        _counts["evicted"] += 1
+
+
+_last_use = attrgetter("last")
+
+
+def _drop(buffer: _Buffer) -> None:
+    if _buffers.pop(buffer.key, None) is not None:
+        _held[buffer.key[0]] = _held.get(buffer.key[0], 0) - buffer.size
 
 
 def uninitialized(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | int) -> Tensor:
@@ -187,19 +192,20 @@ def stats() -> dict[str, Any]:
     (stream in graph capture); ``evicted`` buffers; ``held``: device index -> bytes; ``entries``: buffers held.
     """
     with _lock:
-        bypassed = _counts["bypassed"] + _unlocked.read()
-        counts = {"hits": _hits.read(), **_counts, "bypassed": bypassed}
+        bypassed = _counts["bypassed"] + _unpooled.read()
+        counts = {"hits": _pooled.read() - _counts["misses"], **_counts, "bypassed": bypassed}
         requests = sum(counts[name] for name in ("hits", "misses", "bypassed", "captured"))
-        held = {index: pool.held for index, pool in sorted(_pools.items()) if pool.held}
-        entries = sum(len(pool.buffers) for pool in _pools.values())
+        held = {index: nbytes for index, nbytes in sorted(_held.items()) if nbytes}
+        entries = len(_buffers)
     return {"requests": requests, **counts, "held": held, "entries": entries}
 
 
 def release_pool() -> int:
     """Free every pooled buffer; returns the bytes. Tensors that a caller still holds stay valid."""
     with _lock:
-        freed = sum(pool.held for pool in _pools.values())
-        _pools.clear()
+        freed = sum(_held.values())
+        _buffers.clear()
+        _held.clear()
     return freed
 
 

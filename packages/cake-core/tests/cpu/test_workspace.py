@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import threading
@@ -101,6 +102,65 @@ def test_without_a_bound_take_adds_150_ns_to_the_allocation() -> None:
         assert statistics.median(added() for _ in range(5)) <= 150 * max(1, call / 25)
 
 
+class Bindings:
+    """torch's three queries, answered by builtins, and which of them were made."""
+
+    def __init__(self, handle: int, *, current: int = 0, capturing: bool = False) -> None:
+        self._cuda_getCurrentRawStream = {0: handle, 1: handle}.__getitem__
+        self._cuda_getDevice = iter(itertools.repeat(current)).__next__
+        self._cuda_isCurrentStreamCapturing = iter(itertools.repeat(capturing)).__next__
+
+
+def torch_backend(bindings: object) -> device.Backend:
+    """The backend of a process without a fake, with other bindings and the CPU to allocate on."""
+
+    class Bound(type(device.backend)):
+        def _bind(self) -> object:
+            self._bindings = bindings
+            return bindings
+
+        def torch_device(self, index: int) -> torch.device:
+            return torch.device("cpu")
+
+    return Bound()
+
+
+def test_the_default_stream_is_asked_nothing_more() -> None:
+    """R69, R70: CUDA cannot capture it; any other stream is asked, on the device it belongs to."""
+    assert torch_backend(Bindings(0, capturing=True)).uncaptured_stream(1) == 0
+    assert torch_backend(Bindings(7, current=1)).uncaptured_stream(1) == 7
+    assert torch_backend(Bindings(7, current=1, capturing=True)).uncaptured_stream(1) is None
+    elsewhere = torch_backend(Bindings(7, current=0, capturing=True))
+    asked: list[int] = []
+    elsewhere.capturing = lambda index: bool(asked.append(index)) or True  # type: ignore[method-assign]
+    assert elsewhere.uncaptured_stream(1) is None
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("handle", [0, 0x55AA00])
+def test_a_hit_adds_500_ns_to_what_it_asks_torch(handle: int) -> None:
+    """R64: on a host where a Python call takes 25 ns; the default stream and another one."""
+    bindings = Bindings(handle)
+    queries = [lambda: bindings._cuda_getCurrentRawStream(0)]
+    if handle:
+        queries += [bindings._cuda_getDevice, bindings._cuda_isCurrentStreamCapturing]
+
+    def cost(call: Callable[[], object]) -> float:
+        return min(timeit.repeat(call, number=1000, repeat=20)) / 1000 * 1e9
+
+    bound(1000)
+    with device.installed(torch_backend(bindings)):
+        first = take("a", 64, 0)
+        slower = max(1, cost(lambda: held) / 25)
+        counted = Counted()
+        added = statistics.median(
+            cost(lambda: workspace.take("demo", "a", 64, 0)) - sum(map(cost, queries)) for _ in range(5)
+        )
+        assert counted("hits") == (100_000,)
+        assert take("a", 64, 0) is first
+        assert added <= 500 * slower
+
+
 class OnTheHost(device.Backend):
     """The real backend with another place to allocate in."""
 
@@ -180,25 +240,52 @@ def test_a_bound_keeps_one_buffer_per_role_and_gives_it_whole(fake: FakeCuda) ->
     assert len(fake.allocations) == 1
 
 
-def test_a_buffer_that_another_thread_frees_meanwhile_is_allocated_anew(
+class FreesMeanwhile(FakeCuda):
+    """Another thread empties the pool while this one asks for its stream."""
+
+    armed = False
+
+    def uncaptured_stream(self, index: int) -> int | None:
+        if self.armed:
+            self.armed = False
+            thread = threading.Thread(target=workspace.release_pool)
+            thread.start()
+            thread.join()
+        return super().uncaptured_stream(index)
+
+
+def test_a_buffer_that_another_thread_frees_before_the_look_up_is_allocated_anew() -> None:
+    """R66, R71: a hit takes no lock, so its buffer may go at any time."""
+    bound(1000)
+    with FreesMeanwhile() as fake:
+        first = take("a", 100)
+        fake.armed = True
+        counted = Counted()
+        assert take("a", 100).data_ptr() != first.data_ptr()
+        assert counted("hits", "misses", "requests") == (0, 1, 1)
+        assert held() == {0: 100}
+
+
+def test_a_buffer_that_another_thread_frees_after_the_look_up_stays_with_its_caller_alone(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R66, R71: a hit takes no lock, so its buffer may go between the look-up and the mark."""
+    """R66, R71: the books are those of a hit followed by the eviction; the pool does not get the buffer back."""
     bound(1000)
-    first = take("a", 100)
-    mark = workspace._DevicePool.used
+    first, draw = take("a", 100), workspace._use
 
-    def freed_first(pool: workspace._DevicePool, key: tuple[int, int, str, str]) -> bool:
-        thread = threading.Thread(target=lambda: pool.shrink(0))
+    def freed_first() -> int:
+        monkeypatch.setattr(workspace, "_use", draw)
+        thread = threading.Thread(target=take, args=("b", 1000))
         thread.start()
         thread.join()
-        return mark(pool, key)
+        return draw()
 
-    monkeypatch.setattr(workspace._DevicePool, "used", freed_first)
+    monkeypatch.setattr(workspace, "_use", freed_first)
     counted = Counted()
+    assert take("a", 100).data_ptr() == first.data_ptr()
+    assert counted("hits", "misses", "evicted", "entries") == (1, 1, 1, 0)
+    assert held() == {0: 1000}
     assert take("a", 100).data_ptr() != first.data_ptr()
-    assert counted("hits", "misses", "requests") == (0, 1, 1)
-    assert held() == {0: 100}
 
 
 def test_a_hit_takes_no_lock(fake: FakeCuda) -> None:
@@ -394,7 +481,9 @@ def test_eight_threads_leave_the_books_consistent(fake: FakeCuda) -> None:
         sys.setswitchinterval(interval)
     assert not failures
     assert counted("requests") == (1600,)
-    sizes = {index: sum(size for size, _ in pool.buffers.values()) for index, pool in workspace._pools.items()}
+    sizes = dict.fromkeys((0, 1), 0)
+    for (index, *_), buffer in workspace._buffers.items():
+        sizes[index] += buffer.size
     assert held() == {index: size for index, size in sizes.items() if size}
     assert all(size <= 5000 for size in sizes.values())
 
