@@ -121,13 +121,17 @@ class Compilation:
     def compile(self, unit: int) -> None:
         """Compile one source. Raises: BuildError."""
         source = self.library.sources[unit]
+        # Headers name themselves in error messages (__FILE__); where they are installed here is nobody's business.
+        names = {tvm_ffi_include(): "tvm_ffi/include", core_include(): "cake_core/include"}
+        maps = [f"-fmacro-prefix-map={folder}={name}" for folder, name in names.items()]
         if PurePosixPath(source).suffix == ".cu":
             flags = effective_flags(self.manifest, self.library, self._toolchain.release)
             # One host compiler for both kinds of sources: nvcc would take another one than the key names.
             command = [str(self._toolchain.nvcc), "-ccbin", self._host.command, *flags, "-Xptxas=-v"]
+            command += [f"-Xcompiler={flag}" for flag in maps]
             system = [tvm_ffi_include()]
         else:
-            command = [self._host.command, *cxx_flags(self.manifest, self.library)]
+            command = [self._host.command, *cxx_flags(self.manifest, self.library), *maps]
             system = [tvm_ffi_include(), *self._toolchain.include_dirs]
         command += [f"-I{folder}" for folder in self.manifest.include_dirs]
         if self.manifest.core_headers is not None:

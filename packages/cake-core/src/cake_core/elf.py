@@ -23,6 +23,8 @@ class SharedObject:
 
     needed: tuple[str, ...]
     """Libraries that have to be there at load time."""
+    searched: tuple[str, ...]
+    """Folders that the dynamic linker looks for them in (RPATH and RUNPATH)."""
     exported: frozenset[str]
     """Strong symbols that others can bind to. Weak ones, such as inline functions of C++ headers, are left out."""
     undefined: frozenset[str]
@@ -53,14 +55,16 @@ def read(path: Path) -> SharedObject:
 def check_symbols(path: Path) -> tuple[str, ...]:
     """What is wrong with the symbols of one of our libraries, one line each; empty: all is well.
 
-    It may export ``run`` and ``build_cuda_version`` only, must not need the driver library, and whatever it leaves
-    undefined must come from a library it needs or from tvm-ffi, which is loaded already.
+    It may export ``run`` and ``build_cuda_version`` only, must not need the driver library nor name a folder of the
+    machine it was built on, and whatever it leaves undefined must come from a library it needs or from tvm-ffi, which
+    is loaded already.
     Raises: as ``read``.
     """
     library = read(path)
     lines = [f"{path.stem}: exports {name}" for name in sorted(library.exported - _EXPORTS)]
     lines += [f"{path.stem}: does not export {name}" for name in sorted(_EXPORTS - library.exported)]
-    lines += [f"{path.stem}: needs {name}" for name in library.needed if name.startswith("libcuda.so")]
+    lines += [f"{path.stem}: needs {name}" for name in library.needed if name.startswith("libcuda.so") or "/" in name]
+    lines += [f"{path.stem}: searches {folders}" for folders in library.searched]
     driver = {name for name in library.undefined if re.match(r"cu[A-Z]", name)}
     others = {name for name in library.unbound if not name.startswith("TVMFFI")}
     return (*lines, *(f"{path.stem}: leaves {name} undefined" for name in sorted(driver | others)))
@@ -76,6 +80,7 @@ def _read(data: bytes) -> SharedObject:
         )
     ]
     needed: list[str] = []
+    searched: list[str] = []
     exported: set[str] = set()
     undefined: set[str] = set()
     unbound: set[str] = set()
@@ -86,6 +91,8 @@ def _read(data: bytes) -> SharedObject:
             for tag, value in _records("<QQ", data, section):
                 if tag == 1:
                     needed.append(_text(data, strings + value))
+                elif tag in (15, 29):
+                    searched.append(_text(data, strings + value))
         elif section.kind == _DYNSYM:
             for index, (name, info, other, home) in enumerate(_records("<IBBH16x", data, section)):
                 if info >> 4 != 1:  # neither local nor weak
@@ -97,7 +104,7 @@ def _read(data: bytes) -> SharedObject:
                         unbound.add(symbol)
                 elif other & 3 in (0, 3):  # default or protected visibility
                     exported.add(symbol)
-    return SharedObject(tuple(needed), frozenset(exported), frozenset(undefined), frozenset(unbound))
+    return SharedObject(tuple(needed), tuple(searched), frozenset(exported), frozenset(undefined), frozenset(unbound))
 
 
 def _records(form: str, data: bytes, section: _Section) -> Iterator[tuple[int, ...]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from .errors import message
 
 __all__ = [
+    "aot_archs",
     "build_jobs",
     "cache_root",
     "compiler_environment",
@@ -68,6 +69,11 @@ def compiler_environment() -> dict[str, str]:
     """
     hidden = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
     return {**{name: value for name, value in os.environ.items() if name not in hidden}, "LC_ALL": "C"}
+
+
+def aot_archs() -> tuple[str, ...]:
+    """``CAKE_AOT_ARCHS``, read where an op's wheel is built: architectures whose libraries go into it."""
+    return tuple((_text("CAKE_AOT_ARCHS") or "").split())
 
 
 def build_jobs() -> int:

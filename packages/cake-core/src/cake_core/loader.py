@@ -48,7 +48,7 @@ class KernelPackage:
         Args:
             root: folder of build.json.
             aot: folder of prebuilt libraries, ``<library>.so``, and one build_info.json for all of them, whose
-                ``sha256`` maps file names to digests. Need not exist.
+                ``sha256`` and ``closure_sha256`` map file names to digests (``aot.write`` makes it). Need not exist.
         """
         self.root = root
         self.aot = aot
@@ -232,7 +232,7 @@ def checked_info(path: Path, library: Library) -> Mapping[str, Any]:
     """The sidecar of the library at ``path``, after its checks.
 
     Raises: CorruptedLibrary (a RuntimeError) when the bytes differ from the recorded ones or the sidecar is missing;
-    RuntimeError when the sidecar is invalid or made for other architectures.
+    RuntimeError when the sidecar is invalid, made for other architectures, or a prebuilt library of other sources.
     """
     file = path.parent / SIDECAR
     try:
@@ -252,6 +252,12 @@ def checked_info(path: Path, library: Library) -> Mapping[str, Any]:
     archs = cast("list[str]", info["arches"])
     if library.arch not in archs:
         raise _sidecar_error(path, f"for {', '.join(map(str, archs)) or 'no architecture'}", library.arch)
+    # The cache names a library after its sources; an aot folder may have been left behind by older ones.
+    closures: Any = info.get("closure_sha256")
+    if isinstance(closures, dict):
+        made_of = cast("dict[str, Any]", closures).get(path.name)
+        if made_of != library.closure_sha256:
+            raise _sidecar_error(path, f"of the sources {made_of}", f"{library.closure_sha256} as in build.json")
     # The cache has a sidecar per library, an aot folder one for all of its libraries.
     recorded: Any = info.get("sha256")
     if isinstance(recorded, dict):

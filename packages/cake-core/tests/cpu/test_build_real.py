@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cake_core import build, elf, ptxas
+from cake_core import build, elf, ptxas, toolchain
 from cake_core.build_json import Limits
 from cake_core.testing.fake_toolchain import write_kernels
 
@@ -106,15 +106,18 @@ def test_a_built_library_exports_its_two_functions_alone(real: Path) -> None:
 @needs_nvcc
 @pytest.mark.nvcc
 def test_a_library_has_the_same_bytes_wherever_it_is_built(real: Path, tmp_path: Path) -> None:
-    """R90: neither the package's folder nor the cache's nor a process id is in the library."""
+    """R90: neither folders of the package, the cache and the headers nor a process id are in the library."""
+    content = real.read_bytes()
+    assert b"tvm_ffi/include/tvm/ffi/function_detail.h" in content  # an error of this header names it
+    assert str(toolchain.tvm_ffi_include()).encode() not in content
     again = build_for_real(tmp_path / "elsewhere" / "deep")
     assert again != real
     assert again.parent.name == real.parent.name
-    assert again.read_bytes() == real.read_bytes()
+    assert again.read_bytes() == content
 
 
 def test_leaking_and_unresolved_symbols_are_found(tmp_path: Path) -> None:
-    """R45, R48: a visible launcher, a driver call, an undefined function, a needed driver library, a missing run."""
+    """R45, R48: a visible launcher, a driver call, an undefined function, a needed driver, a missing run, an rpath."""
     if shutil.which("c++") is None:
         pytest.skip("wants a host compiler")
     (tmp_path / "cuda.cc").write_text('extern "C" int cuInit(unsigned) { return 0; }\n')
@@ -131,11 +134,12 @@ def test_leaking_and_unresolved_symbols_are_found(tmp_path: Path) -> None:
         return made
 
     driver = compile_shared("libcuda", "-Wl,-soname,libcuda.so.1")
-    lines = elf.check_symbols(compile_shared("bad", str(driver)))
+    lines = elf.check_symbols(compile_shared("bad", str(driver), "-Wl,-rpath,/opt/here"))
     assert lines == (
         "bad: exports _Z10launch_badv",
         "bad: does not export __tvm_ffi_build_cuda_version",
         "bad: needs libcuda.so.1",
+        "bad: searches /opt/here",
         "bad: leaves cuInit undefined",
         "bad: leaves elsewhere undefined",
     )

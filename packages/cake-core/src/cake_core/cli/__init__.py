@@ -99,7 +99,12 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 def _prebuild(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ops", nargs="*", metavar="OP", help="op to compile for")
     parser.add_argument("--all", action="store_true", help="every installed op")
-    parser.add_argument("--arch", help="architecture such as sm_90a; default: the current device's")
+    parser.add_argument(
+        "--arch",
+        action="append",
+        metavar="ARCH",
+        help="architecture such as sm_90a; repeatable; default: the current device's",
+    )
     parser.add_argument(
         "--param",
         action="append",
@@ -108,6 +113,11 @@ def _prebuild(parser: argparse.ArgumentParser) -> None:
         help="model parameter of the op, such as hidden_size=4096; without any: every library of the op",
     )
     parser.add_argument("-j", "--jobs", type=_positive, metavar="N", help="compiler processes at a time")
+    parser.add_argument(
+        "--aot",
+        action="store_true",
+        help="write the libraries into the op's own folder, in place of what is there, for machines without a compiler",
+    )
     parser.add_argument(
         "--check-limits",
         action="store_true",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import registry
-from ..build import SIDECAR, BuildError, Event
+from ..build import SIDECAR, BuildError, Event, library_path
 from ..elf import check_symbols
 from ..errors import closest, message
 from ..ptxas import check_limits
@@ -45,9 +45,11 @@ class _Report:
     progress: Progress
     libraries: dict[tuple[str, str], _Library] = field(default_factory=dict)
     expected: int = 0
+    folders: list[Path] = field(default_factory=list)
+    """aot folders that were written."""
 
-    def listener(self, op: str, arch: str) -> Callable[[Event], None]:
-        """The progress callback of one build of ``op``."""
+    def listener(self, op: str, arch_of: Callable[[str], str]) -> Callable[[Event], None]:
+        """The progress callback of one build of ``op``; ``arch_of`` tells the architecture of a library."""
         before = self.expected
 
         def receive(event: Event) -> None:
@@ -56,7 +58,7 @@ class _Report:
                 self.progress.update(event.library, done=len(self.libraries), total=self.expected)
             states = {"finished": "built", "cached": "cached", "failed": "failed"}
             if (state := states.get(event.state)) is not None:
-                self.add(_Library(op, event.library, arch, state, event.seconds, event.error))
+                self.add(_Library(op, event.library, arch_of(event.library), state, event.seconds, event.error))
 
         return receive
 
@@ -96,38 +98,42 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Compile what is not cached; 1 when a library failed, or with --check-limits is not as it should be."""
     specs = _chosen(args.ops, args.all)
     params = _params(specs, args.param)
-    archs: dict[str, str] = {}
+    if args.aot and args.param:
+        wanted = "one of the two: an aot folder holds every library of an architecture"
+        raise ValueError(message(_ENTRY, "--aot", "given together with --param", wanted))
+    archs: dict[str, list[str]] = {}
     started = time.monotonic()
     errors: list[str] = []
     with out.progress(_ENTRY) as progress:
         report = _Report(progress)
+
+        def skip(op: str, error: NotImplementedError) -> None:
+            if not args.all:
+                raise error
+            progress.log(f"skipped {op}: {error}")
+
+        for spec in specs:
+            for arch in dict.fromkeys(args.arch or [None]):
+                try:
+                    archs.setdefault(spec.name, []).append(_served(spec, arch, params[spec.name]))
+                except NotImplementedError as error:
+                    skip(spec.name, error)
         for spec in specs:
             try:
-                archs[spec.name] = args.arch or _device_arch(spec)
-            except NotImplementedError as error:
-                if not args.all:
-                    raise
-                progress.log(f"skipped {spec.name}: {error}")
-        for spec in (spec for spec in specs if spec.name in archs):
-            arch = archs[spec.name]
-            try:
-                paths = _build(spec, arch, args.jobs, params[spec.name], report)
+                if args.aot:
+                    _write(spec, archs.get(spec.name, ()), args.jobs, report)
+                else:
+                    for arch in archs.get(spec.name, ()):
+                        _build(spec, arch, args.jobs, params[spec.name], report)
             except BuildError as error:
                 errors.append(str(error))
-                continue
             except NotImplementedError as error:
-                if not args.all:
-                    raise
-                progress.log(f"skipped {spec.name}: {error}")
-                continue
-            for name in (path.stem for path in paths):
-                if (spec.name, name) not in report.libraries:
-                    report.add(_Library(spec.name, name, arch, "cached"))
+                skip(spec.name, error)
     seconds = time.monotonic() - started
     if not report.libraries and not errors:
-        got = repr(args.arch) if args.arch else "that of a device without libraries"
+        got = ", ".join(map(repr, args.arch)) if args.arch else "that of a device without libraries"
         raise NotImplementedError(message(_ENTRY, "--arch", got, "one that an installed op has libraries for"))
-    finished = [*_finished(specs, archs, report)] if args.check_limits else []
+    finished = [*_finished(specs, report, cached=args.aot)] if args.check_limits else []
     excess, symbols = _over_limits(finished), _bad_symbols(finished)
     failed = [library for library in report.libraries.values() if library.state == "failed"]
     libraries = [asdict(library) for library in report.libraries.values()]
@@ -136,6 +142,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "libraries": libraries,
             "seconds": round(seconds, 3),
             "errors": errors,
+            "aot": [str(folder) for folder in report.folders],
             "over_limits": excess,
             "symbols": symbols,
         }
@@ -146,6 +153,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 out.line(line)
     for line in (*excess, *symbols):
         out.line(line)
+    for folder in report.folders:
+        out.line(f"wrote {folder}")
     out.line(report.summary(seconds))
     return 1 if failed or errors or excess or symbols else 0
 
@@ -182,6 +191,21 @@ def _value(kind: str, text: str, name: str) -> Any:
         raise ValueError(message(_ENTRY, f"--param {name}", repr(text), f"a value of type {kind}")) from None
 
 
+def _served(spec: OpSpec, arch: str | None, params: Mapping[str, Any]) -> str:
+    """The architecture, by default the current device's, if the op has libraries for it.
+
+    With parameters the op's plan decides instead, as its part of a Python ``prebuild``.
+    """
+    if arch is None:
+        arch = _device_arch(spec)
+    packages = _packages(spec)
+    if not params and not any(package.libraries(arch) for package in packages):
+        served = sorted({each for package in packages for each in package.archs()})
+        wanted = "one that has libraries: " + (", ".join(served) or "none, the op runs on the CPU alone")
+        raise NotImplementedError(message(f"{_ENTRY} {spec.name}", "--arch", repr(arch), wanted))
+    return arch
+
+
 def _device_arch(spec: OpSpec) -> str:
     from .. import device
     from ..lifecycle import arch_of
@@ -193,42 +217,49 @@ def _device_arch(spec: OpSpec) -> str:
     return arch_of(spec)
 
 
-def _build(spec: OpSpec, arch: str, jobs: int | None, params: Mapping[str, Any], report: _Report) -> Sequence[Path]:
+def _packages(spec: OpSpec) -> list[KernelPackage]:
+    from ..loader import kernel_package
+
+    return [kernel_package(spec.name, declared.name) for declared in spec.packages if declared.kind == "native"]
+
+
+def _build(spec: OpSpec, arch: str, jobs: int | None, params: Mapping[str, Any], report: _Report) -> None:
     """Compile for the given parameters, or without any every library of the op's manifests for ``arch``."""
     from ..lifecycle import prebuild
-    from ..loader import kernel_package
 
-    if params:
-        return prebuild(spec.name, arch=arch, max_workers=jobs, progress=report.listener(spec.name, arch), **params)
-    paths: list[Path] = []
-    served: set[str] = set()
-    for declared in spec.packages:
-        if declared.kind == "native":
-            package = kernel_package(spec.name, declared.name)
-            served.update(package.archs())
+    events = report.listener(spec.name, lambda library: arch)
+    if not params:
+        for package in _packages(spec):
             if names := package.libraries(arch):
-                paths += package.build(names, max_workers=jobs, progress=report.listener(spec.name, arch))
-    if not paths:
-        wanted = "one that has libraries: " + (", ".join(sorted(served)) or "none, the op runs on the CPU alone")
-        raise NotImplementedError(message(f"{_ENTRY} {spec.name}", "--arch", repr(arch), wanted))
-    return paths
+                package.build(names, max_workers=jobs, progress=events)
+        return
+    for path in prebuild(spec.name, arch=arch, max_workers=jobs, progress=events, **params):
+        if (spec.name, path.stem) not in report.libraries:  # remembered, without an event
+            report.add(_Library(spec.name, path.stem, arch, "cached"))
 
 
-def _finished(
-    specs: Sequence[OpSpec], archs: Mapping[str, str], report: _Report
-) -> Iterator[tuple[KernelPackage, str, Path]]:
-    """(package, library, its file) of everything in the report that was built or was there already."""
-    from ..loader import kernel_package
+def _write(spec: OpSpec, archs: Sequence[str], jobs: int | None, report: _Report) -> None:
+    """Replace the aot folders of the op's packages by every library of the architectures."""
+    from .. import aot
 
+    for package in _packages(spec):
+        if own := [arch for arch in archs if package.libraries(arch)]:
+            events = report.listener(spec.name, lambda name, package=package: package.manifest.library(name).arch)
+            aot.write(package, own, max_workers=jobs, progress=events)
+            report.folders.append(package.aot)
+
+
+def _finished(specs: Sequence[OpSpec], report: _Report, *, cached: bool) -> Iterator[tuple[KernelPackage, str, Path]]:
+    """(package, library, its file) of everything in the report that was built or was there already.
+
+    ``cached``: the file in the cache, whose sidecar has what the compilers said, though there is a prebuilt one.
+    """
     for spec in specs:
-        for declared in spec.packages:
-            if declared.kind != "native" or spec.name not in archs:
-                continue
-            package = kernel_package(spec.name, declared.name)
-            for name in package.libraries(archs[spec.name]):
+        for package in _packages(spec):
+            for name in package.libraries():
                 library = report.libraries.get((spec.name, name))
                 if library is not None and library.state != "failed":
-                    yield package, name, package.path(name)
+                    yield package, name, library_path(package.manifest, name) if cached else package.path(name)
 
 
 def _over_limits(finished: Iterable[tuple[KernelPackage, str, Path]]) -> list[str]:

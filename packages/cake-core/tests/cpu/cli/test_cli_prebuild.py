@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cake_core import cli, loader, manifest, registry
+from cake_core import cli, loader, manifest, registry, toolchain
 from cake_core.testing.fake_cuda import FakeCuda
 from cake_core.testing.synthetic_op.op import OP as SYNTHETIC
 
@@ -32,6 +32,12 @@ def prebuild(*argv: str) -> int:
 
 def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def any_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake compilers' libraries are text and have no symbols."""
+    monkeypatch.setattr("cake_core.cli.prebuild.check_symbols", lambda path: ())
 
 
 def test_every_library_of_the_architecture_is_built_without_parameters(
@@ -149,6 +155,80 @@ def test_the_device_names_the_architecture(
         assert {entry["arch"] for entry in document(capsys)["libraries"]} == {arch}
 
 
+def test_several_architectures_are_built_in_one_call(
+    installed: Toy, tools: FakeToolchain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R52: --arch may be repeated; one that the op does not serve is refused before anything runs, or skipped."""
+    installed.write_manifest(archs=("sm_90a", "sm_80", "sm_100a"))
+    assert prebuild("toy", "--arch", "sm_90a", "--arch", "sm_80", "--arch", "sm_90a", "--json") == 0
+    built = {(entry["name"], entry["arch"]) for entry in document(capsys)["libraries"]}
+    assert built == {(f"toy_{half}_{arch}", arch) for half in ("fwd", "bwd") for arch in ("sm_90a", "sm_80")}
+    tools.forget_calls()
+    assert prebuild("toy", "--arch", "sm_100a", "--arch", "sm_103a") == 1
+    assert "prebuild toy: --arch is 'sm_103a'; needs one that has libraries" in capsys.readouterr().err
+    assert tools.calls() == []
+    assert prebuild("--all", "--arch", "sm_100a", "--arch", "sm_103a") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("skipped toy: prebuild toy: --arch is 'sm_103a'")
+    assert lines[-1].startswith("2 libraries: 2 built")
+
+
+def test_aot_writes_the_libraries_into_the_folder_of_the_op(
+    installed: Toy, tools: FakeToolchain, any_symbols: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R37: without a compiler and with an empty cache they are found; another call replaces the folder."""
+    installed.write_manifest(archs=("sm_90a", "sm_80"))
+    folder = installed.folder / "aot" / "toy"
+    assert prebuild("toy", "--aot", "--arch", "sm_90a", "--arch", "sm_80") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == f"wrote {folder}"
+    assert lines[-1].startswith("4 libraries: 4 built")
+    assert prebuild("toy", "--aot", "--arch", "sm_90a", "--check-limits", "--json") == 0
+    written = document(capsys)
+    assert written["aot"] == [str(folder)]
+    assert written["over_limits"] == []  # the cache's sidecar has what was measured
+    assert {entry["state"] for entry in written["libraries"]} == {"cached"}
+    assert {path.name for path in folder.iterdir()} == {"toy_fwd_sm_90a.so", "toy_bwd_sm_90a.so", "build_info.json"}
+    shutil.rmtree(installed.site / "cache")
+    tools.nvcc.unlink()
+    toolchain.forget()
+    assert prebuild("toy", "--arch", "sm_90a") == 0
+    assert capsys.readouterr().out == "2 libraries, all cached\n"
+    assert prebuild("toy", "--aot", "--arch", "sm_90a") == 1
+    assert "the CUDA compiler is missing" in capsys.readouterr().err
+    assert (folder / "toy_fwd_sm_90a.so").is_file()
+
+
+def test_aot_for_the_device_of_this_machine(
+    installed: Toy, tools: FakeToolchain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R51: --arch may be left out as without --aot; --all leaves ops without kernels for it alone."""
+    specs = {name: registry.op_spec(name) for name in registry.ops()}
+    with registry.override(specs | {"synthetic": replace(SYNTHETIC, packages=(), libraries=None)}):
+        with FakeCuda(devices=1, capability=(9, 0)):
+            assert prebuild("--all", "--aot", "--json") == 0
+        assert document(capsys)["aot"] == [str(installed.folder / "aot" / "toy")]
+
+
+def test_aot_says_what_it_cannot_do(installed: Toy, tools: FakeToolchain, capsys: pytest.CaptureFixture[str]) -> None:
+    """R89: a part of the libraries, a folder that cannot be written, a library that does not compile."""
+    assert prebuild("toy", "--aot", "--arch", "sm_90a", "--param", "width=1") == 1
+    assert "--aot is given together with --param; needs one of the two" in capsys.readouterr().err
+    (installed.folder / "aot").write_text("in the way")
+    assert prebuild("toy", "--aot", "--arch", "sm_90a") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"cake: aot: the folder is {installed.folder / 'aot'} (")
+    assert "build its wheel with CAKE_AOT_ARCHS" in error
+    assert tools.calls() == []
+    (installed.folder / "aot").unlink()
+    (installed.folder / "kernels" / "csrc" / "toy_bwd.cu").write_text("#error not today\n")
+    manifest.write(installed.folder / "kernels")
+    loader.kernel_package("toy")._manifest = None
+    assert prebuild("toy", "--aot", "--arch", "sm_90a") == 1
+    assert "wrote" not in capsys.readouterr().out
+    assert not (installed.folder / "aot" / "toy").exists()
+
+
 def test_a_device_without_programs_is_refused_in_the_name_of_the_command(
     installed: Toy, tools: FakeToolchain, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,12 +272,6 @@ def test_all_skips_ops_without_libraries_for_the_architecture(
         assert lines[-1].startswith("2 libraries: 2 built")
         assert prebuild("--all", "--arch", "sm_103a") == 1
         assert "needs one that an installed op has libraries for" in capsys.readouterr().err
-
-
-@pytest.fixture
-def any_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake compilers' libraries are text and have no symbols."""
-    monkeypatch.setattr("cake_core.cli.prebuild.check_symbols", lambda path: ())
 
 
 def test_limits_accept_what_is_within_them(
