@@ -215,3 +215,16 @@ def test_without_cake_core_the_message_names_the_option(package: Path, tools: Fa
     assert done.returncode == 1
     assert "CAKE_AOT_ARCHS needs cake-core where the wheel is built (not here)" in done.stderr + done.stdout
     assert "--no-build-isolation" in done.stderr + done.stdout
+
+
+def test_tests_that_need_a_compiler_are_skipped_without_one(tmp_path: Path) -> None:
+    """R86: the suite runs on the machines that wheels with libraries are for, and says what it left out."""
+    env = {**os.environ, "CAKE_NVCC": str(tmp_path / "absent")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "nvcc", "tests/test_template.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "1 skipped" in done.stdout
+    assert (
+        f"needs compilers (cake: the CUDA compiler is missing; needs a working nvcc (tried CAKE_NVCC: {tmp_path}"
+        in (done.stdout)
+    )
