@@ -10,7 +10,7 @@ import torch
 from cake_core.errors import message
 from torch import Tensor
 
-__all__ = ["heads", "heads_in_place", "rows", "rows_in_place", "vector"]
+__all__ = ["heads", "heads_in_place", "own_heads", "own_rows", "rows", "rows_in_place", "vector"]
 
 _ALIGN_BYTES = 16
 _ALIGN_ELEMENTS = 8
@@ -26,20 +26,27 @@ def rows(value: Tensor, *, expanded: bool = True) -> Tensor:
 
 def rows_in_place(value: Tensor) -> Tensor | None:
     """[..., H] as [rows, H] without a copy, or None. The stride of a single row is never read."""
-    width = value.shape[-1]
     if not _readable(value):
         return None
     if value.is_contiguous():
-        return value if value.dim() == 2 else value.view(-1, width)
-    if value.stride(-1) != 1:
+        return own_rows(value)
+    width, strides = value.shape[-1], value.stride()
+    if strides[-1] != 1:
         return None
-    collapsed = _collapse(value.shape[:-1], value.stride()[:-1])
+    if len(strides) == 2 and value.shape[0] > 1:
+        return value if strides[0] % _ALIGN_ELEMENTS == 0 else None
+    collapsed = _collapse(value.shape[:-1], strides[:-1])
     if collapsed is None:
         return None
     count, stride = collapsed
     if count == 1:
         stride = width
     return value.as_strided((count, width), (stride, 1)) if stride % _ALIGN_ELEMENTS == 0 else None
+
+
+def own_rows(value: Tensor) -> Tensor:
+    """A dense and aligned [..., H], such as an output that was just allocated, as [rows, H]."""
+    return value if value.dim() == 2 else value.view(-1, value.shape[-1])
 
 
 def heads(value: Tensor, *, expanded: bool = True) -> Tensor:
@@ -54,20 +61,28 @@ def heads_in_place(value: Tensor) -> Tensor | None:
     """[..., heads, D] as [tokens, heads, D] without a copy, or None. Strides of sizes of 1 are never read."""
     if not _readable(value):
         return None
-    tokens, count, width = _head_shape(value)
     if value.is_contiguous():
-        return value if value.dim() == 3 else value.view(tokens, count, width)
-    if value.stride(-1) != 1:
+        return own_heads(value)
+    tokens, count, width = _head_shape(value)
+    dims, strides = value.dim(), value.stride()
+    if strides[-1] != 1:
         return None
-    head_stride = value.stride(-2) if value.dim() > 2 and count > 1 else width
-    leading = value.dim() - 1 if value.dim() == 2 else value.dim() - 2
-    collapsed = _collapse(value.shape[:leading], value.stride()[:leading])
+    if dims == 3 and tokens > 1 and count > 1:
+        return value if strides[0] % _ALIGN_ELEMENTS == 0 and strides[1] % _ALIGN_ELEMENTS == 0 else None
+    head_stride = strides[-2] if dims > 2 and count > 1 else width
+    leading = dims - 1 if dims == 2 else dims - 2
+    collapsed = _collapse(value.shape[:leading], strides[:leading])
     if collapsed is None:
         return None
     token_stride = collapsed[1] if tokens > 1 else count * head_stride
     if token_stride % _ALIGN_ELEMENTS or head_stride % _ALIGN_ELEMENTS:
         return None
     return value.as_strided((tokens, count, width), (token_stride, head_stride, 1))
+
+
+def own_heads(value: Tensor) -> Tensor:
+    """A dense and aligned [..., heads, D], such as an output that was just allocated, as [tokens, heads, D]."""
+    return value if value.dim() == 3 else value.view(*_head_shape(value))
 
 
 def vector(value: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,17 +34,21 @@ __all__ = [
     "compute_dtype",
     "is_abstract",
     "is_intercepted",
+    "place",
     "written",
 ]
 
 CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CUDA_DTYPES = (torch.bfloat16, torch.float32)  # of a weight; activations are BF16
 _PLAIN = (Tensor, torch.nn.Parameter)
+_SERVED = ("cpu", "cuda", "meta")
 _NO_HANDLER: Any = getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 
 
 def check_eps(eps: Any, *, entry: str) -> float:
     """Raises: TypeError for another Python type; ValueError when it is not finite or negative."""
+    if type(eps) is float and 0.0 <= eps < math.inf:  # what every ordinary call passes; NaN is in no range
+        return eps
     return check_float(eps, "eps", entry=entry, minimum=0.0)
 
 
@@ -54,6 +59,31 @@ def check_needs(needs: Any, count: int, *, entry: str) -> None:
         raise TypeError(message(entry, "needs", repr(needs), wanted))
     if len(needs) != count:
         raise ValueError(message(entry, "needs", repr(needs), wanted))
+
+
+def place(entry: str, **operands: Any) -> str:
+    """Where the call runs: "cpu", "cuda" or "meta". ``operands`` have x first.
+
+    Raises: as ``check_tensors``, ``check_same_device`` and ``check_plain``; an ordinary call passes all three at once.
+    """
+    if peek_interpreter_stack() is None and forward_ad._current_level < 0:
+        device_of = device.backend.device_of
+        home = None
+        for value in operands.values():
+            if type(value) not in _PLAIN or value.layout is not torch.strided:
+                break
+            where = device_of(value)
+            if where != home:
+                if home is not None or where[0] not in _SERVED:
+                    break
+                home = where
+        else:
+            if home is not None:
+                return home[0]
+    check_tensors(entry, **operands)
+    kind = check_same_device(entry, **operands)
+    check_plain(entry, **operands)
+    return kind
 
 
 def check_tensors(entry: str, **operands: Any) -> None:
@@ -79,7 +109,7 @@ def check_same_device(entry: str, x: Tensor, **operands: Tensor) -> str:
     Raises: NotImplementedError for any other device; ValueError for an operand elsewhere.
     """
     where = device.device_of(x)
-    if where[0] not in ("cpu", "cuda", "meta"):
+    if where[0] not in _SERVED:
         raise NotImplementedError(message(entry, "x", f"on {x.device}", SERVED_DEVICES))
     for name, value in operands.items():
         if device.device_of(value) != where:

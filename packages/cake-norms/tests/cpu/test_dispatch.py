@@ -307,6 +307,16 @@ def test_a_gate_slice_is_read_in_place(stride: int, wanted: int) -> None:
         assert_same_bits(seen, z, "the z that the kernel reads")
 
 
+def test_heads_between_which_no_vector_fits_are_copied_once() -> None:
+    """The head stride has to be a multiple of 8 elements as well."""
+    with FakeCuda() as fake, recorded_launches() as launches:
+        x, w = fake.cuda(normal(1, 5, 2, 128)), fake.cuda(normal(2, 128))
+        for stride, wanted in ((136, 0), (132, 1)):
+            z = fake.cuda(normal(0, 5 * 2 * stride)).view(5, 2, stride)[:, :, :128]
+            assert copies(fake, lambda z=z: rmsnorm_gate_fwd(x, z, w)) == wanted
+            assert_same_bits(launches[-1].args[2], z, "the z that the kernel reads")
+
+
 def test_dz_goes_into_the_packed_projection_gradient() -> None:
     with FakeCuda() as fake, recorded_launches() as launches:
         x, z = fake.cuda(normal(0, 5, 4, 128)), fake.cuda(normal(1, 5, 4, 128))

@@ -14,6 +14,7 @@ from cake_norms import _layout
 from cake_norms.gated_rmsnorm import rmsnorm_gate, rmsnorm_gate_bwd, rmsnorm_gate_fwd
 from cake_norms.rmsnorm import zero_centered_rmsnorm, zero_centered_rmsnorm_bwd, zero_centered_rmsnorm_fwd
 from torch import Tensor
+from torch.autograd import forward_ad
 
 BF16 = torch.bfloat16
 
@@ -180,3 +181,31 @@ def test_the_result_of_a_running_collective_is_differentiable() -> None:
     assert got is not None
     assert w.grad is not None
     assert torch.equal(got, w.grad)
+
+
+def test_a_tensor_that_left_its_transform_is_differentiated_where_it_came_from() -> None:
+    """torch.func.grad leaves a wrapper behind whose own graph is gone."""
+    left: list[Tensor] = []
+    w = normal(64, dtype=torch.float32).requires_grad_()
+    for call in (lambda x: zero_centered_rmsnorm(x, w), lambda x: rmsnorm_gate(x, x, w)):
+        inside, outside = (normal(5, 64, dtype=torch.float32).requires_grad_() for _ in range(2))
+        torch.func.grad(lambda x: (left.append(x * 1), x.sum())[1])(inside)
+        call(left.pop()).sum().backward()
+        call(outside).sum().backward()
+        assert inside.grad is not None
+        assert outside.grad is not None
+        assert torch.equal(inside.grad, outside.grad)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "dual"])
+@pytest.mark.parametrize("op", [zero_centered_rmsnorm, lambda x, w: rmsnorm_gate(x, x, w)], ids=["rmsnorm", "gated"])
+def test_a_call_inside_a_transform_is_refused_by_name(op: Callable[[Tensor, Tensor], Tensor], transform: str) -> None:
+    """Before anything runs: the program would read a wrapper's memory, or drop the tangent."""
+    x, w = normal(5, 64), normal(64)
+    if transform == "dual":
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r": x is a forward-mode dual tensor"):
+            op(forward_ad.make_dual(x, x), w)
+        return
+    call = {"vmap": torch.func.vmap(lambda row: op(row, w)), "grad": torch.func.grad(lambda x: op(x, w).sum())}
+    with pytest.raises(RuntimeError, match=r": x is inside a torch\.func transform"):
+        call[transform](x)

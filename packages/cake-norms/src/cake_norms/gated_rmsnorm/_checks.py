@@ -17,12 +17,12 @@ from .._operands import (
     check_layout,
     check_needed,
     check_output,
-    check_plain,
     check_same_device,
     check_shape,
     check_tensors,
     compute_dtype,
     is_abstract,
+    place,
 )
 from .._served import one_of
 from . import plan
@@ -35,7 +35,8 @@ _MAX_ROWS = 2**31
 def check_host(entry: str, eps: Any, activation: Any) -> float:
     """eps as a float. Raises: TypeError for another Python type; ValueError for a value that is not served."""
     eps = check_eps(eps, entry=entry)
-    check_str(activation, "activation", entry=entry, choices=plan.ACTIVATIONS)
+    if type(activation) is not str or activation not in plan.ACTIVATIONS:
+        check_str(activation, "activation", entry=entry, choices=plan.ACTIVATIONS)
     return eps
 
 
@@ -44,23 +45,22 @@ def check_forward(entry: str, x: Any, z: Any, weight: Any) -> str:
 
     Raises: TypeError, ValueError, NotImplementedError, RuntimeError as the public functions document.
     """
-    check_tensors(entry, x=x, z=z, weight=weight)
-    kind = check_same_device(entry, x, z=z, weight=weight)
-    check_plain(entry, x=x, z=z, weight=weight)
+    kind = place(entry, x=x, z=z, weight=weight)
     check_dtype(entry, "x", x, CUDA_DTYPES[:1] if kind == "cuda" else CPU_DTYPES, kind)
     if z.dtype != x.dtype:
         raise ValueError(message(entry, "z", str(z.dtype), f"the dtype of x, {x.dtype}"))
     check_dtype(entry, "weight", weight, CUDA_DTYPES if kind == "cuda" else CPU_DTYPES, kind)
-    if x.dim() == 0:
+    shape, scale = x.shape, weight.shape
+    if not shape:
         raise ValueError(message(entry, "x", "0-d", "a shape [..., D]"))
-    if tuple(z.shape) != tuple(x.shape):
-        got, wanted = f"of shape {tuple(z.shape)}", f"the shape of x, {tuple(x.shape)}"
+    if z.shape != shape:
+        got, wanted = f"of shape {tuple(z.shape)}", f"the shape of x, {tuple(shape)}"
         raise ValueError(message(entry, "z", got, wanted, "view x as [tokens, heads, D] to keep a slice z in place"))
-    if weight.dim() != 1:
-        raise ValueError(message(entry, "weight", f"of shape {tuple(weight.shape)}", "one dimension, [D]"))
-    width = int(x.shape[-1])  # symbolic under torch.compile(dynamic=True): lanes depend on it, so a graph serves one
-    if width != weight.shape[0]:
-        raise ValueError(message(entry, "weight", f"of {weight.shape[0]} elements", f"the {width} of a row of x"))
+    if len(scale) != 1:
+        raise ValueError(message(entry, "weight", f"of shape {tuple(scale)}", "one dimension, [D]"))
+    width = int(shape[-1])  # symbolic under torch.compile(dynamic=True): lanes depend on it, so a graph serves one
+    if width != scale[0]:
+        raise ValueError(message(entry, "weight", f"of {scale[0]} elements", f"the {width} of a row of x"))
     if kind == "cuda" and width not in plan.HEAD_DIMS:
         raise ValueError(message(entry, "x", f"of head dim {width}", f"head dim {one_of(plan.HEAD_DIMS)} on CUDA"))
     if width == 0:

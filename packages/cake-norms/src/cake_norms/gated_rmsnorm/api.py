@@ -9,7 +9,7 @@ from .. import _variant
 from .._operands import check_needs, is_intercepted
 from . import plan
 from ._checks import check_backward, check_forward, check_forward_output, check_host
-from .autograd import RMSNormGateFunction
+from .autograd import apply
 from .backends import select
 
 __all__ = ["rmsnorm_silu_gate", "rmsnorm_gate", "rmsnorm_gate_fwd", "rmsnorm_gate_bwd"]
@@ -130,7 +130,7 @@ def _differentiable(entry: str, x: Tensor, z: Tensor, weight: Tensor, eps: float
         return custom_ops.forward(x, z, weight, eps, activation)
     variant = _variant.read("gated_rmsnorm")
     if torch.is_grad_enabled() and (x.requires_grad or z.requires_grad or weight.requires_grad):
-        return RMSNormGateFunction.apply(x, z, weight, eps, activation, kind, variant)
+        return apply(x, z, weight, (eps, activation, kind, variant))
     return select(kind, x).forward(x, z, weight, eps, activation, None)
 
 

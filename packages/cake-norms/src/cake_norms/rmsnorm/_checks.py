@@ -16,18 +16,19 @@ from .._operands import (
     check_layout,
     check_needed,
     check_output,
-    check_plain,
     check_same_device,
     check_shape,
     check_tensors,
     compute_dtype,
     is_abstract,
+    place,
 )
-from .op import check_hidden_size
+from .op import check_hidden_size, supported_hidden_sizes
 
 __all__ = ["check_backward", "check_forward", "check_forward_outputs"]
 
 _MAX_ROWS = 2**31
+_SIZES = supported_hidden_sizes()
 
 
 def check_forward(entry: str, x: Any, weight: Any) -> str:
@@ -35,20 +36,20 @@ def check_forward(entry: str, x: Any, weight: Any) -> str:
 
     Raises: TypeError, ValueError, NotImplementedError, RuntimeError as the public functions document.
     """
-    check_tensors(entry, x=x, weight=weight)
-    kind = check_same_device(entry, x, weight=weight)
-    check_plain(entry, x=x, weight=weight)
+    kind = place(entry, x=x, weight=weight)
     check_dtype(entry, "x", x, CUDA_DTYPES[:1] if kind == "cuda" else CPU_DTYPES, kind)
     check_dtype(entry, "weight", weight, CUDA_DTYPES if kind == "cuda" else CPU_DTYPES, kind)
-    if x.dim() == 0:
+    shape, width = x.shape, weight.shape
+    if not shape:
         raise ValueError(message(entry, "x", "0-d", "a shape [..., H]"))
-    if weight.dim() != 1:
-        raise ValueError(message(entry, "weight", f"of shape {tuple(weight.shape)}", "one dimension, [H]"))
-    hidden = int(x.shape[-1])  # symbolic under torch.compile(dynamic=True): lanes depend on it, so a graph serves one
-    if hidden != weight.shape[0]:
-        raise ValueError(message(entry, "weight", f"of {weight.shape[0]} elements", f"the {hidden} of a row of x"))
+    if len(width) != 1:
+        raise ValueError(message(entry, "weight", f"of shape {tuple(width)}", "one dimension, [H]"))
+    hidden = int(shape[-1])  # symbolic under torch.compile(dynamic=True): lanes depend on it, so a graph serves one
+    if hidden != width[0]:
+        raise ValueError(message(entry, "weight", f"of {width[0]} elements", f"the {hidden} of a row of x"))
     if kind == "cuda":
-        check_hidden_size(hidden, entry=entry)
+        if hidden not in _SIZES:
+            check_hidden_size(hidden, entry=entry)
     elif hidden == 0:
         raise ValueError(message(entry, "x", f"of shape {tuple(x.shape)}", "at least one element in a row"))
     if not is_abstract(x) and x.numel() // hidden >= _MAX_ROWS:

@@ -9,7 +9,7 @@ from .. import _variant
 from .._operands import check_eps, check_needs, is_intercepted
 from . import plan
 from ._checks import check_backward, check_forward, check_forward_outputs
-from .autograd import ZeroCenteredRMSNormFunction
+from .autograd import apply
 from .backends import select
 from .module import ZeroCenteredRMSNorm
 
@@ -60,7 +60,7 @@ def zero_centered_rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tenso
         return custom_ops.forward(x, weight, eps)
     variant = _variant.read("rmsnorm")
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return ZeroCenteredRMSNormFunction.apply(x, weight, eps, kind, variant)
+        return apply(x, weight, (eps, kind, variant))
     return select(kind, x).forward(x, weight, eps, None, None)[0]
 
 

@@ -8,7 +8,7 @@ import torch
 from cake_core import device, loader, workspace
 from torch import Tensor
 
-from ..._layout import heads, vector
+from ..._layout import heads, own_heads, vector
 from ..._operands import written
 from .. import plan
 
@@ -21,9 +21,16 @@ def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, o
     y = workspace.uninitialized(x.shape, x.dtype, index) if out is None else out
     if x.numel() == 0:
         return y
-    run = _program("fwd", index)
-    run(heads(y), heads(x), heads(z), vector(weight), eps, plan.ACTIVATIONS[activation])
-    written(out)
+    _program("fwd", index)(
+        own_heads(y) if out is None else heads(y),
+        heads(x),
+        heads(z),
+        vector(weight),
+        eps,
+        plan.ACTIVATIONS[activation],
+    )
+    if out is not None:
+        written(out)
     return y
 
 

@@ -8,7 +8,7 @@ import torch
 from cake_core import device, loader, workspace
 from torch import Tensor
 
-from ..._layout import rows, vector
+from ..._layout import own_rows, rows, vector
 from ..._operands import written
 from .. import plan
 
@@ -22,16 +22,26 @@ def check_device(index: int | None) -> None:
 
 def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Tensor | None) -> tuple[Tensor, Tensor]:
     """(y, rstd) of x [..., H] BF16 and weight [H] BF16 or FP32."""
-    index = _index(x)
-    y = workspace.uninitialized(x.shape, x.dtype, index) if out is None else out
-    scales = workspace.uninitialized(x.shape[:-1], torch.float32, index) if rstd is None else rstd
+    index, shape = _index(x), x.shape
+    y = workspace.uninitialized(shape, x.dtype, index) if out is None else out
+    scales = rstd
+    if scales is None:
+        rows_shape = (shape[0],) if len(shape) == 2 else shape[:-1]  # a slice of a Size is slow to make
+        scales = workspace.uninitialized(rows_shape, torch.float32, index)
     if x.numel() == 0:
         return y, scales
-    hidden = x.shape[-1]
-    row = plan.lanes(hidden)
-    run = _program("fwd", index)
-    run(rows(y), scales.view(-1), rows(x), vector(weight), eps, row.vectors, row.threads_per_row)
-    written(out, rstd)
+    row = plan.lanes(shape[-1])
+    _program("fwd", index)(
+        own_rows(y) if out is None else rows(y),
+        scales if len(shape) == 2 else scales.view(-1),  # a view costs as much as an allocation
+        rows(x),
+        vector(weight),
+        eps,
+        row.vectors,
+        row.threads_per_row,
+    )
+    if out is not None or rstd is not None:
+        written(out, rstd)
     return y, scales
 
 

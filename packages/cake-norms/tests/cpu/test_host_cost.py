@@ -1,0 +1,80 @@
+"""What one forward call costs the host besides the launch: checks, layouts, allocations, autograd."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cake_core import config, device, loader
+from cake_norms.gated_rmsnorm import rmsnorm_gate
+from cake_norms.rmsnorm import zero_centered_rmsnorm
+from torch import Tensor
+
+
+class OnTheHost(device.Backend):
+    """The real backend, which takes CPU tensors for those of a Hopper device."""
+
+    def torch_device(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
+    def device_of(self, tensor: Tensor) -> tuple[str, int | None]:
+        assert tensor.is_cpu
+        return "cuda", tensor.get_device() + 1
+
+    def device_count(self) -> int:
+        return 1
+
+    def capability(self, index: int) -> tuple[int, int]:
+        return 9, 0
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Programs that do nothing, and how many were called."""
+    called = [0]
+
+    def program(*args: Any) -> None:
+        called[0] += 1
+
+    monkeypatch.setattr(loader.KernelPackage, "function", lambda self, library: program)
+    config.configure()
+    with device.installed(OnTheHost()):
+        yield called
+
+
+def cost(call: Callable[[], object]) -> float:
+    """Microseconds, the best of many short runs: what comes in between does not count."""
+    return min(timeit.repeat(call, number=200, repeat=50)) / 200 * 1e6
+
+
+def operands(*shapes: tuple[int, ...], grad: bool) -> list[Tensor]:
+    return [torch.ones(shape, dtype=torch.bfloat16).requires_grad_(grad) for shape in shapes]
+
+
+def rmsnorm(grad: bool) -> Callable[[], Tensor]:
+    x, w = operands((16, 2048), (2048,), grad=grad)
+    return lambda: zero_centered_rmsnorm(x, w)
+
+
+def gated(grad: bool) -> Callable[[], Tensor]:
+    """With a gate that is a column slice of a projection, as the models have it."""
+    x, projection, w = operands((16, 12, 128), (16, 12288), (128,), grad=grad)
+    z = projection[:, 8192 : 8192 + 1536].view(16, 12, 128)
+    return lambda: rmsnorm_gate(x, z, w)
+
+
+@pytest.mark.parametrize(("grad", "bound"), [(False, 10.0), (True, 15.0)], ids=["no-grad", "autograd"])
+@pytest.mark.parametrize("op", [rmsnorm, gated])
+def test_a_forward_call_costs_the_host_little(
+    launches: list[int], op: Callable[[bool], Callable[[], Tensor]], grad: bool, bound: float
+) -> None:
+    """On a host where a Python call takes 25 ns; the call of the program is not in it."""
+    call = op(grad)
+    assert call().requires_grad == grad
+    slower = max(1.0, cost(lambda: launches) / 0.025)
+    launches[0] = 0
+    assert cost(call) <= bound * slower
+    assert launches[0] == 200 * 50
