@@ -3,7 +3,8 @@
 What is compared is measured together: targets of one (op, pass, shape) are run in turn for ``rounds`` rounds, the order
 reversed every other round, and the copy and matmul ceilings of the device are measured in the same run. On CUDA every
 call starts with a cold L2 and is timed by events on the device, the host far enough ahead that its own time does not
-count; on the CPU by the clock.
+count; on the CPU by the clock. Calls that take no longer than their launch are compared inside CUDA graphs
+(``bench_timers.captured``).
 """
 
 from __future__ import annotations
@@ -12,26 +13,25 @@ import gc
 import importlib.metadata
 import json
 import subprocess
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from .bench_timers import CpuTimer, CudaTimer, Timer
 from .errors import check_int, message
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SCHEMA", "BenchTarget", "rate_unit", "result_path", "run_bench", "write_json"]
+__all__ = ["SCHEMA", "BenchTarget", "absence", "rate_unit", "result_path", "run_bench", "write_json"]
 
 SCHEMA = "cake-bench/1"
 _WARMUPS = 3
-_FLUSH_BYTES = 256 << 20  # above the L2 of every device we serve (50 MB on H200, 126 MB on B200)
-_CLOCK_HZ = 2e9  # only sets how long the device waits for the host
+_REASON_CHARS = 500  # compilers write pages
 
 
 @dataclass(frozen=True)
@@ -58,71 +58,13 @@ class BenchTarget:
     """Runs untimed before every call, for instance to configure the variant."""
     check: Callable[[], None] | None = None
     """Compares the outputs with the reference, before anything is timed; raises AssertionError."""
+    optional: bool = False
+    """A peer that fails or computes something else is left out, and the document says why; ours stops the run."""
 
     @property
     def label(self) -> str:
         """ "rmsnorm fwd 16384x4096 cake det", for progress lines and errors."""
         return " ".join(filter(None, (self.op, self.pass_, self.shape, self.impl, self.variant)))
-
-
-class _Timer(Protocol):
-    def start(self, run: Callable[[], Any]) -> Callable[[], float]:
-        """Run once; the function returned gives its milliseconds and may wait for the device."""
-        ...
-
-    def extra_peak_bytes(self, run: Callable[[], Any]) -> int | None:
-        """Memory that one call needs on top of what is allocated before it, outputs included."""
-        ...
-
-
-class _CpuTimer:
-    def start(self, run: Callable[[], Any]) -> Callable[[], float]:
-        begin = time.perf_counter()
-        run()
-        elapsed = (time.perf_counter() - begin) * 1e3
-        return lambda: elapsed
-
-    def extra_peak_bytes(self, run: Callable[[], Any]) -> int | None:
-        run()
-        return None
-
-
-class _CudaTimer:
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        self._torch = torch
-        self._device = device
-        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
-        self._lead: dict[Callable[[], Any], int] = {}
-
-    def start(self, run: Callable[[], Any]) -> Callable[[], float]:
-        cuda: Any = self._torch.cuda
-        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        # The device is kept busy until the host has queued the whole call, so gaps between launches are not timed.
-        cuda._sleep(self._lead.get(run, 0))
-        self._flush.zero_()
-        begin.record()
-        run()
-        end.record()
-
-        def milliseconds() -> float:
-            end.synchronize()
-            return begin.elapsed_time(end)
-
-        return milliseconds
-
-    def extra_peak_bytes(self, run: Callable[[], Any]) -> int | None:
-        cuda = self._torch.cuda
-        cuda.synchronize(self._device)
-        before = cuda.memory_allocated(self._device)
-        cuda.reset_peak_memory_stats(self._device)
-        begin = time.perf_counter()
-        outputs = run()
-        self._lead[run] = int(2 * (time.perf_counter() - begin) * _CLOCK_HZ)
-        cuda.synchronize(self._device)
-        del outputs
-        return max(cuda.max_memory_allocated(self._device) - before, 0)
 
 
 def run_bench(
@@ -143,7 +85,8 @@ def run_bench(
         git_sha: commit of the sources; None: the one of a source checkout, null when installed from a wheel.
         on_row: called with each finished row.
 
-    Raises: what a ``check`` or a ``run`` raises, with a note that names the target; ValueError for ``rounds`` below 1,
+    Raises: what a ``check`` or a ``run`` raises, with a note that names the target, unless the target is optional: then
+        the row is missing and ``absent`` of the document has the reason; ValueError for ``rounds`` below 1,
     NotImplementedError for another device type, RuntimeError without a CUDA device.
     """
     import torch
@@ -157,15 +100,26 @@ def run_bench(
     with _current(where):
         if where.type == "cuda":
             where = torch.device("cuda", torch.cuda.current_device())
-        timer: _Timer = _CudaTimer(where) if where.type == "cuda" else _CpuTimer()
+        timer: Timer = CudaTimer(where) if where.type == "cuda" else CpuTimer()
         ceilings = _ceilings(timer, where, rounds)
         done: list[dict[str, Any]] = []
+        absent: list[dict[str, str]] = []
         for _, group in groupby(rows, key=lambda target: (target.op, target.pass_, target.shape)):
-            for row in _compare(list(group), timer, rounds):
+            for row in _compare(list(group), timer, rounds, absent):
                 done.append(row)
                 if on_row is not None:
                     on_row(row)
-        return {**_machine(where), "git_sha": git_sha or _git_sha(), **_now(), "ceilings": ceilings, "rows": done}
+        facts = {**_machine(where), "git_sha": git_sha or _git_sha(), **_now(), "ceilings": ceilings}
+        return {**facts, "rows": done, "absent": absent}
+
+
+def absence(
+    reason: BaseException | str, *, impl: str, op: str = "", pass_: str = "", shape: str = "", version: str = ""
+) -> dict[str, str]:
+    """An entry of ``absent``: what was not timed, an empty field standing for every one, and why."""
+    text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
+    line = " ".join(text.split())
+    return {"op": op, "pass": pass_, "shape": shape, "impl": impl, "version": version, "reason": line[:_REASON_CHARS]}
 
 
 def write_json(doc: Mapping[str, Any], path: str | Path) -> Path:
@@ -189,17 +143,21 @@ def result_path(doc: Mapping[str, Any]) -> PurePosixPath:
     return PurePosixPath(device, f"{str(doc['date'])[:10]}-{sha[:12]}.json")
 
 
-def _compare(targets: Sequence[BenchTarget], timer: _Timer, rounds: int) -> list[dict[str, Any]]:
+def _compare(
+    targets: Sequence[BenchTarget], timer: Timer, rounds: int, absent: list[dict[str, str]]
+) -> list[dict[str, Any]]:
+    ready: list[BenchTarget] = []
     peaks: list[int | None] = []
     for target in targets:
-        with _named(target):
-            if target.before is not None:
-                target.before()
-            if target.check is not None:
-                target.check()
-            for _ in range(_WARMUPS):
-                timer.start(target.run)()
-            peaks.append(timer.extra_peak_bytes(target.run))
+        try:
+            peaks.append(_prepare(target, timer))
+            ready.append(target)
+        except Exception as error:
+            if not target.optional:
+                raise
+            of = {"op": target.op, "pass_": target.pass_, "shape": target.shape, "version": target.version}
+            absent.append(absence(error, impl=target.impl, **of))
+    targets = ready
     samples: list[list[float]] = [[] for _ in targets]
     with _no_collection():
         for turn in range(rounds):
@@ -213,7 +171,20 @@ def _compare(targets: Sequence[BenchTarget], timer: _Timer, rounds: int) -> list
                     started.append((position, timer.start(target.run)))
             for position, milliseconds in started:
                 samples[position].append(milliseconds())
+    timer.forget()
     return [_row(*measured) for measured in zip(targets, samples, peaks, strict=True)]
+
+
+def _prepare(target: BenchTarget, timer: Timer) -> int | None:
+    """Check and warm up; the memory that a call needs."""
+    with _named(target):
+        if target.before is not None:
+            target.before()
+        if target.check is not None:
+            target.check()
+        for _ in range(_WARMUPS):
+            timer.start(target.run)()
+        return timer.extra_peak_bytes(target.run)
 
 
 def _row(target: BenchTarget, samples: Sequence[float], peak: int | None) -> dict[str, Any]:
@@ -253,7 +224,7 @@ def _tera_per_second(amount: int | None, milliseconds: float) -> float | None:
     return None if amount is None or milliseconds <= 0 else amount / milliseconds / 1e9
 
 
-def _ceilings(timer: _Timer, where: torch.device, rounds: int) -> dict[str, float | None]:
+def _ceilings(timer: Timer, where: torch.device, rounds: int) -> dict[str, float | None]:
     """What a plain copy (bytes read and written) and a large matmul reach on this device."""
     import torch
 

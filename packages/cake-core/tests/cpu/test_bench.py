@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -13,11 +15,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import torch
-from cake_core import bench
+from cake_core import bench, bench_timers
 from cake_core.bench import BenchTarget, result_path, run_bench, write_json
 from cake_core.bench_plot import render_svg
 
-DOCUMENT = ["schema", "device", "driver", "cuda", "torch", "packages", "git_sha", "date", "ceilings", "rows"]
+DOCUMENT = ["schema", "device", "driver", "cuda", "torch", "packages", "git_sha", "date", "ceilings", "rows", "absent"]
 ROW = ["op", "pass", "variant", "impl", "version", "shape", "params", "dtype", "rounds"]
 ROW += ["median_ms", "p20_ms", "p80_ms", "bytes", "flop", "tbps", "tflops", "extra_peak_bytes", "checked"]
 MEASURED_CEILINGS = bench._ceilings
@@ -33,7 +35,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(bench.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(bench_timers.time, "perf_counter", lambda: self.now)
 
     def costs(self, *milliseconds: float) -> Any:
         calls = iter(())
@@ -173,6 +175,36 @@ def test_a_failing_call_names_its_target() -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         run_bench([target("peer", run)], device="cpu", rounds=1)
     assert raised.value.__notes__ == ["while benchmarking demo fwd small peer"]
+
+
+@pytest.mark.parametrize("where", ["check", "run"])
+def test_a_peer_that_fails_is_left_out_with_its_reason(where: str) -> None:
+    """Nothing is dropped silently, and a peer never stops the rows of the others."""
+
+    def fail() -> None:
+        raise AssertionError("y: relative\n RMS error " + "9" * 1000)
+
+    peer = target("peer", fail if where == "run" else lambda: None, optional=True, version="1.0", check=lambda: None)
+    peer = dataclasses.replace(peer, check=fail) if where == "check" else peer
+    doc = run_bench([target("cake", lambda: None), peer, target("other", lambda: None)], device="cpu", rounds=2)
+    assert [row["impl"] for row in doc["rows"]] == ["cake", "other"]
+    (absent,) = doc["absent"]
+    reason = absent.pop("reason")
+    assert absent == {"op": "demo", "pass": "fwd", "shape": "small", "impl": "peer", "version": "1.0"}
+    assert reason.startswith("AssertionError: y: relative RMS error 999")
+    assert len(reason) == 500
+
+
+def test_operands_of_a_shape_can_be_freed_after_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA timer keeps a lead per call, which holds the operands: dozens of shapes would fill the device."""
+    log: list[str] = []
+    monkeypatch.setattr(bench.CpuTimer, "forget", lambda _: log.append("forget"))
+    run_bench([target("cake", lambda s=s: log.append(s), shape=s) for s in "ab"], device="cpu", rounds=1)
+    assert [entry for entry, _ in itertools.groupby(log)] == ["a", "forget", "b", "forget"]
+    timer = bench_timers.CudaTimer.__new__(bench_timers.CudaTimer)
+    timer._lead = {print: 1}
+    timer.forget()
+    assert timer._lead == {}
 
 
 def test_finished_rows_are_reported() -> None:

@@ -1,0 +1,165 @@
+"""What a ``cake-bench/1`` document says: who was compared with whom, how many times faster ours is, as Markdown."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import message
+
+__all__ = ["Comparison", "comparisons", "geomeans", "label", "markdown_table", "means_line", "newest", "size_of"]
+
+_OURS = "cake"
+_YARDSTICK = "copy"
+"""Not a peer: the same bytes, copied."""
+
+_SHOWN = ("fwd", "bwd")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """The rows of one (op, pass, shape) of one document: what was timed in turn."""
+
+    op: str
+    pass_: str
+    shape: str
+    rows: tuple[Row, ...]
+
+    @property
+    def ours(self) -> Row | None:
+        """Our row, det's where there are two."""
+        own = [row for row in self.rows if row["impl"] == _OURS]
+        return next((row for row in own if row["variant"] == "det"), own[0] if own else None)
+
+    @property
+    def peers(self) -> tuple[Row, ...]:
+        """The rows of other implementations of the op."""
+        return tuple(row for row in self.rows if row["impl"] not in (_OURS, _YARDSTICK))
+
+    @property
+    def copy(self) -> Row | None:
+        """A copy of as many bytes, where it was timed."""
+        return next((row for row in self.rows if row["impl"] == _YARDSTICK), None)
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest peer."""
+        return min(self.peers, key=lambda row: row["median_ms"], default=None)
+
+    def speed(self, row: Row) -> float:
+        """How many times as fast as ``row`` ours is."""
+        if self.ours is None:
+            raise ValueError(message("Comparison.speed", "rows", "without a row of ours", "one"))
+        return row["median_ms"] / self.ours["median_ms"]
+
+
+def comparisons(doc: Mapping[str, Any]) -> list[Comparison]:
+    """The comparisons of a document, in its order."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in doc["rows"]:
+        groups.setdefault((row["op"], row["pass"], row["shape"]), []).append(row)
+    return [Comparison(*key, tuple(rows)) for key, rows in groups.items()]
+
+
+def geomeans(found: Iterable[Comparison]) -> dict[tuple[str, str, str], float]:
+    """(op, pass, peer's label) -> geometric mean of our speed over that peer's, over the shapes both were timed at."""
+    logs: dict[tuple[str, str, str], list[float]] = {}
+    for one in found:
+        if one.ours is not None:
+            for row in one.peers:
+                logs.setdefault((one.op, one.pass_, label(row)), []).append(math.log(one.speed(row)))
+    return {key: math.exp(sum(values) / len(values)) for key, values in logs.items()}
+
+
+def label(row: Row) -> str:
+    """ "cake det", "liger 0.8.5"."""
+    return " ".join(filter(None, (row["impl"], row["variant"] or row["version"])))
+
+
+def size_of(params: Mapping[str, Any]) -> str:
+    """Parameters of a shape as text: the first two are its size, "65536 x 4096, weight float32"."""
+    first = " x ".join(str(value) for value in [*params.values()][:2])
+    return ", ".join([first, *(f"{name} {value}" for name, value in [*params.items()][2:])])
+
+
+def newest(results: Path) -> list[dict[str, Any]]:
+    """The documents of the latest run below a ``benchmarks/results`` folder: the file with the latest date, then those
+    of the same run in other processes, which share its name up to a last part (``<date>-<sha>.<part>.json``).
+
+    Raises: ValueError when there is none.
+    """
+    stored = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.rglob("*.json"))}
+    whole = [path for path in stored if not any(_is_part(path, other) for other in stored)]
+    if not whole:
+        raise ValueError(message("newest", "results", f"{results.name!r} without a document", "at least one"))
+    main = max(whole, key=lambda path: stored[path]["date"])
+    return [stored[main], *(stored[path] for path in stored if _is_part(path, main))]
+
+
+def _is_part(path: Path, main: Path) -> bool:
+    return path.parent == main.parent and path.stem.startswith(f"{main.stem}.")
+
+
+def markdown_table(docs: Sequence[Mapping[str, Any]], op: str) -> str:
+    """TB/s of every implementation at every shape of ``op``, a line per shape, forward and backward in a cell
+    ("4.05 / 3.52"); the last columns are our speed over the fastest peer of the same process and over a copy of the
+    same bytes.
+
+    Raises: ValueError when the documents have no row of ``op``.
+    """
+    found = [one for doc in docs for one in comparisons(doc) if one.op == op and one.pass_ in _SHOWN]
+    if not found:
+        raise ValueError(message("markdown_table", "op", repr(op), "one that the documents have rows of"))
+    passes = [*dict.fromkeys(one.pass_ for one in found)]
+    labels = [*dict.fromkeys(label(row) for one in found for row in one.rows if row["impl"] != _YARDSTICK)]
+    extra = {"over the fastest peer": "best", "over a copy": "copy"}
+    extra = {title: name for title, name in extra.items() if any(getattr(one, name) is not None for one in found)}
+    lines = [
+        f"| {' | '.join(['shape', 'size', *labels, *extra])} |",
+        "|---" * (2 + len(labels) + len(extra)) + "|",
+    ]
+    for shape in dict.fromkeys(one.shape for one in found):
+        here = [one for one in found if one.shape == shape]
+        cells = [shape, size_of(here[0].rows[0]["params"])]
+        for name in labels:
+            cells.append(_cell([_rate(here, pass_, name) for pass_ in passes]))
+        for name in extra.values():
+            cells.append(_cell([_lead(here, pass_, name) for pass_ in passes]))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def means_line(docs: Sequence[Mapping[str, Any]], op: str) -> str:
+    """Our speed over each peer's, in every pass that was timed, as a sentence; empty without peers."""
+    means: dict[str, list[str]] = {}
+    for doc in docs:
+        for (of, pass_, peer), mean in geomeans(comparisons(doc)).items():
+            if of == op:
+                means.setdefault(peer, []).append(f"{pass_} {mean:.2f}")
+    peers = "; ".join(f"{peer}: {', '.join(values)}" for peer, values in means.items())
+    return f"Our speed over a peer's, geometric mean over the shapes where it was timed. {peers}." if peers else ""
+
+
+def _rate(here: Sequence[Comparison], pass_: str, name: str) -> str | None:
+    for one in here:
+        for row in one.rows:
+            if one.pass_ == pass_ and label(row) == name and row["tbps"] is not None:
+                return f"{row['tbps']:.2f}"
+    return None
+
+
+def _lead(here: Sequence[Comparison], pass_: str, name: str) -> str | None:
+    """The smallest of several processes."""
+    rows = [(one, getattr(one, name)) for one in here if one.pass_ == pass_]
+    speeds = [one.speed(row) for one, row in rows if row is not None and one.ours is not None]
+    return f"{min(speeds):.2f}" if speeds else None
+
+
+def _cell(values: Sequence[str | None]) -> str:
+    return " / ".join(value or "-" for value in values) if any(values) else ""

@@ -1,0 +1,98 @@
+"""What is read out of benchmark documents: comparisons, means, tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cake_core.bench_report import comparisons, geomeans, label, markdown_table, means_line, newest, size_of
+
+
+def row(impl: str, ms: float, shape: str = "s", **more: Any) -> dict[str, Any]:
+    variant = more.pop("variant", "det" if impl == "cake" else None)
+    base = {"op": "demo", "pass": "fwd", "shape": shape, "params": {"rows": 8, "hidden_size": 16, "weight": "float32"}}
+    return {**base, "impl": impl, "variant": variant, "version": "1.0", "median_ms": ms, "tbps": 4 / ms, **more}
+
+
+def document(*rows: dict[str, Any], date: str = "2026-11-30T10:00:00+00:00") -> dict[str, Any]:
+    return {"date": date, "rows": list(rows)}
+
+
+def test_a_comparison_knows_ours_the_best_peer_and_the_copy() -> None:
+    rows = [row("cake", 9.0, variant="fast"), row("cake", 2.0), row("slow", 6.0), row("quick", 3.0), row("copy", 1.0)]
+    (one,) = comparisons(document(*rows))
+    assert (one.op, one.pass_, one.shape) == ("demo", "fwd", "s")
+    assert one.ours == rows[1], "det where there are two"
+    assert one.best == rows[3], "a copy is no peer"
+    assert one.copy == rows[4]
+    assert [one.speed(peer) for peer in one.peers] == [3.0, 1.5]
+
+
+def test_rows_of_other_passes_shapes_and_ops_are_not_compared() -> None:
+    doc = document(
+        row("cake", 1.0), row("cake", 1.0, "t"), row("peer", 2.0, **{"pass": "bwd"}), row("peer", 1.0, op="x")
+    )
+    assert [len(one.rows) for one in comparisons(doc)] == [1, 1, 1, 1]
+    assert all(one.best is None for one in comparisons(doc)[:2])
+
+
+def test_speed_without_a_row_of_ours_is_an_error() -> None:
+    (one,) = comparisons(document(row("peer", 2.0)))
+    with pytest.raises(ValueError, match="without a row of ours"):
+        one.speed(one.peers[0])
+
+
+def test_means_are_geometric_and_over_the_shapes_that_a_peer_has() -> None:
+    doc = document(row("cake", 1.0), row("a", 4.0), row("cake", 1.0, "t"), row("a", 1.0, "t"), row("b", 0.5, "t"))
+    assert geomeans(comparisons(doc)) == {
+        ("demo", "fwd", "a 1.0"): pytest.approx(2.0),
+        ("demo", "fwd", "b 1.0"): pytest.approx(0.5),
+    }
+    assert means_line([doc], "demo").endswith("a 1.0: fwd 2.00; b 1.0: fwd 0.50.")
+    assert means_line([document(row("cake", 1.0))], "demo") == ""
+
+
+def test_labels_and_sizes() -> None:
+    assert label(row("cake", 1.0)) == "cake det"
+    assert label(row("liger", 1.0)) == "liger 1.0"
+    assert size_of({"rows": 8, "hidden_size": 16}) == "8 x 16"
+    assert size_of({"rows": 8, "hidden_size": 16, "weight": "float32"}) == "8 x 16, weight float32"
+
+
+def test_a_table_has_a_line_for_every_shape_and_keeps_what_loses() -> None:
+    main = document(
+        row("cake", 1.0),
+        row("a", 0.5),
+        row("cake", 2.0, **{"pass": "bwd"}),
+        row("cake", 1.0, **{"pass": "step"}),
+        row("cake", 1.0, "graphed"),
+        row("copy", 0.8, "graphed"),
+    )
+    other = document(row("cake", 1.1), row("b", 0.22))
+    assert markdown_table([main, other], "demo").splitlines() == [
+        "| shape | size | cake det | a 1.0 | b 1.0 | over the fastest peer | over a copy |",
+        "|---|---|---|---|---|---|---|",
+        "| s | 8 x 16, weight float32 | 4.00 / 2.00 | 8.00 / - | 18.18 / - | 0.20 / - |  |",
+        "| graphed | 8 x 16, weight float32 | 4.00 / - |  |  |  | 0.80 / - |",
+    ]
+    with pytest.raises(ValueError, match="rows of"):
+        markdown_table([main], "nothing")
+
+
+def test_the_newest_run_is_the_latest_date_with_its_other_processes(tmp_path: Path) -> None:
+    stored = {
+        "h200/2026-11-30-aaa.json": "2026-11-30T10:00:00",
+        "h200/2026-11-30-bbb.json": "2026-11-30T12:00:00",
+        "h200/2026-11-30-bbb.fla-0.5.2.json": "2026-11-30T12:05:00",
+        "h200/2026-11-30-bbb-dirty.json": "2026-11-30T11:00:00",
+        "h200/2026-11-29-ccc.json": "2026-11-29T10:00:00",
+    }
+    for name, date in stored.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"date": date, "rows": []}))
+    assert [doc["date"][11:16] for doc in newest(tmp_path)] == ["12:00", "12:05"]
+    with pytest.raises(ValueError, match="without a document"):
+        newest(tmp_path / "nothing")
