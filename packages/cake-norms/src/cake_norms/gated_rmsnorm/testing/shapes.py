@@ -24,6 +24,8 @@ BENCH: Mapping[str, Mapping[str, Any]] = {
     "qwen3next-8k": {"tokens": 8192, "heads": 32},
     "qwen3next-32k": {"tokens": 32768, "heads": 32},
     "qwen3next-32k-slice": {"tokens": 32768, "heads": 32, "z_stride": 12352},
+    "qwen3next-64k": {"tokens": 65536, "heads": 32},
+    "qwen3next-64k-slice": {"tokens": 65536, "heads": 32, "z_stride": 12352},
     "qwen3next-32k-fp32": {"tokens": 32768, "heads": 32, "weight": "float32"},
     "qwen35-27b-tp4-32k": {"tokens": 32768, "heads": 12},
     "qwen35-397b-tp4-32k": {"tokens": 32768, "heads": 16},
@@ -31,4 +33,6 @@ BENCH: Mapping[str, Mapping[str, Any]] = {
     "qwen35-397b-32k": {"tokens": 32768, "heads": 64},
     "kimi-k3-32k-sigmoid": {"tokens": 32768, "heads": 96, "activation": "sigmoid"},
     "qwen3next-128k": {"tokens": 131072, "heads": 32},
+    "qwen3next-512": {"tokens": 512, "heads": 32},
+    "qwen3next-2k": {"tokens": 2048, "heads": 32},
 }

@@ -19,10 +19,13 @@ VERIFY: Mapping[str, Mapping[str, Any]] = {
 BENCH: Mapping[str, Mapping[str, Any]] = {
     "qwen3next-8k": {"rows": 8192, "hidden_size": 2048},
     "qwen3next-32k": {"rows": 32768, "hidden_size": 2048},
+    "qwen3next-64k": {"rows": 65536, "hidden_size": 2048},
     "qwen35-4b-32k": {"rows": 32768, "hidden_size": 2560},
     "qwen35-9b-32k": {"rows": 32768, "hidden_size": 4096},
     "qwen35-9b-32k-fp32": {"rows": 32768, "hidden_size": 4096, "weight": "float32"},
+    "qwen35-9b-64k": {"rows": 65536, "hidden_size": 4096},
     "qwen35-27b-32k": {"rows": 32768, "hidden_size": 5120},
+    "kimi-k3-16k": {"rows": 16384, "hidden_size": 7168},
     "kimi-k3-32k": {"rows": 32768, "hidden_size": 7168},
     "widest-32k": {"rows": 32768, "hidden_size": 16384},
     "qwen35-9b-128k": {"rows": 131072, "hidden_size": 4096},
@@ -30,4 +33,5 @@ BENCH: Mapping[str, Mapping[str, Any]] = {
     "qwen3next-q-heads-64k": {"rows": 1048576, "hidden_size": 256},
     "qwen35-q-heads-32k": {"rows": 786432, "hidden_size": 256},
     "qwen35-9b-512": {"rows": 512, "hidden_size": 4096},
+    "qwen3next-2k": {"rows": 2048, "hidden_size": 2048},
 }

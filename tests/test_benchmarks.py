@@ -1,0 +1,199 @@
+"""The benchmark of the norms on the CPU, and the pages and plots that are made from stored runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from cake_core import bench, config
+from cake_core.bench_report import newest
+
+ROOT = Path(__file__).resolve().parent.parent
+NORMS = ROOT / "packages/cake-norms"
+TINY: dict[str, dict[str, dict[str, Any]]] = {
+    "rmsnorm": {"plain": {"rows": 40, "hidden_size": 64}, "short": {"rows": 3, "hidden_size": 64}},
+    "gated_rmsnorm": {
+        "plain": {"tokens": 10, "heads": 3},
+        "slice": {"tokens": 10, "heads": 3, "z_stride": 512},
+        "sigmoid-fp32": {"tokens": 10, "heads": 3, "activation": "sigmoid", "weight": "float32"},
+    },
+}
+
+
+@pytest.fixture
+def norms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """bench_norms.py with tiny shapes, of which "short" is one for a graph and has no peers."""
+    for name in ("bench_norms", "norm_operands", "norm_peers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(NORMS / "benchmarks")
+    monkeypatch.setattr(bench, "_ceilings", lambda *_: {"copy_tbps": 1.0, "matmul_tflops": 1.0})
+    module = importlib.import_module("bench_norms")
+    monkeypatch.setattr(module, "SHAPES", TINY)
+    monkeypatch.setattr(module, "PEERED", {op: tuple({*shapes} - {"short"}) for op, shapes in TINY.items()})
+    monkeypatch.setattr(module, "GRAPHED", {"rmsnorm": ("short",), "gated_rmsnorm": ()})
+    monkeypatch.setattr(module, "BAR_BYTES", 0)
+    yield module
+    config.configure()
+
+
+def run(norms: ModuleType, path: Path, *argv: str) -> dict[str, Any]:
+    assert norms.main(["--device", "cpu", "--rounds", "1", "--json", str(path), *argv]) == 0
+    return json.loads(path.read_text())
+
+
+def test_ours_and_a_peer_are_checked_and_timed_at_every_shape(
+    norms: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Peers at their shapes, the copy where a graph is used, bars and means at the end."""
+    doc = run(norms, tmp_path / "run.json", "--peers", "torch")
+    rows = {(row["op"], row["pass"], row["shape"], row["impl"]): row for row in doc["rows"]}
+    passes = ("fwd", "bwd", "step")
+    want = {
+        (op, pass_, shape, impl)
+        for op, shapes in TINY.items()
+        for shape in shapes
+        for pass_ in (passes[:2] if shape == "short" else passes)
+        for impl in (("cake", "copy") if shape == "short" else ("cake", "torch"))
+    }
+    assert set(rows) == want
+    assert doc["absent"] == []
+    assert all(row["checked"] for row in doc["rows"] if row["impl"] != "copy")
+    assert rows["rmsnorm", "fwd", "plain", "cake"]["bytes"] == 2 * 2 * 40 * 64 + 4 * 40 + 2 * 64
+    gated = [rows["gated_rmsnorm", pass_, "plain", "cake"]["bytes"] for pass_ in passes]
+    assert gated == [6 * 3840 + 256, 10 * 3840 + 512, 22 * 3840 + 1024]
+    out = capsys.readouterr().out
+    assert "geomean rmsnorm bwd over torch" in out
+    assert "bar gated_rmsnorm fwd strided gate >= 3.8 TB/s: MISS, 0 of 1 rows" in out
+    assert "bar rmsnorm bwd >= 0.98 x best peer:" in out
+
+
+def test_options_narrow_the_run(norms: ModuleType, tmp_path: Path) -> None:
+    doc = run(
+        norms, tmp_path / "run.json", "--op", "gated_rmsnorm", "--pass", "bwd", "--shape", "slice", "--peers", "--fast"
+    )
+    assert [(row["pass"], row["shape"], row["variant"]) for row in doc["rows"]] == [
+        ("bwd", "slice", "det"),
+        ("bwd", "slice", "fast"),
+    ]
+    doc = run(norms, tmp_path / "run.json", "--rows", "graphed", "--op", "rmsnorm", "--pass", "fwd")
+    assert [row["impl"] for row in doc["rows"]] == ["cake", "copy"]
+
+
+def test_a_peer_that_is_missing_is_named_once(
+    norms: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two shapes ask for it; its absence is in the document and on the screen."""
+    monkeypatch.setitem(sys.modules, "fla", None)
+    doc = run(norms, tmp_path / "run.json", "--op", "gated_rmsnorm", "--pass", "fwd", "--peers", "fla")
+    (absent,) = doc["absent"]
+    assert (absent["impl"], absent["op"]) == ("fla", "gated_rmsnorm")
+    assert absent["reason"].startswith("ModuleNotFoundError")
+    assert "absent: fla gated_rmsnorm: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_a_wrong_peer_is_not_timed(norms: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two per cent off is wrong, and so is another dtype."""
+    peers = sys.modules["norm_peers"]
+
+    def off(norm: Any) -> Any:
+        def forward() -> Any:
+            return lambda: {"y": (norm.reference["y"] * 1.02).bfloat16()}
+
+        def backward() -> Any:
+            return lambda: {"dx": norm.reference["dx"].float()}
+
+        return peers.Peer("1", {"fwd": forward, "bwd": backward})
+
+    monkeypatch.setattr(norms, "PEERS", {"rmsnorm": {"torch": off}, "gated_rmsnorm": {}})
+    doc = run(norms, tmp_path / "run.json", "--op", "rmsnorm", "--shape", "plain", "--peers", "torch")
+    assert {row["impl"] for row in doc["rows"]} == {"cake"}
+    scale, dtype = (absent["reason"] for absent in doc["absent"])
+    assert scale.startswith("AssertionError: y: relative RMS error")
+    assert "over the budget 4.000e-03" in scale
+    assert "dx is torch.float32" in dtype
+
+
+def test_a_wrong_result_of_ours_stops_the_run(norms: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = sys.modules["norm_operands"]
+    api = operands.rmsnorm_api
+    forward = api.zero_centered_rmsnorm_fwd
+    monkeypatch.setattr(api, "zero_centered_rmsnorm_fwd", lambda *given: tuple(part * 1.01 for part in forward(*given)))
+    with pytest.raises(AssertionError, match="y: relative RMS error"):
+        norms.main(["--device", "cpu", "--op", "rmsnorm", "--pass", "fwd", "--peers", "--shape", "plain"])
+
+
+def test_what_the_budget_of_seconds_leaves_out_is_named(norms: ModuleType, tmp_path: Path) -> None:
+    doc = run(norms, tmp_path / "run.json", "--op", "rmsnorm", "--budget", "0")
+    assert doc["rows"] == []
+    assert [absent["shape"] for absent in doc["absent"]] == ["plain", "short"]
+
+
+def test_every_shape_that_is_named_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of peers and of graphs against testing/shapes.py."""
+    for name in ("bench_norms", "norm_operands", "norm_peers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(NORMS / "benchmarks")
+    module = importlib.import_module("bench_norms")
+    for table in (module.PEERED, module.GRAPHED):
+        for op, shapes in table.items():
+            assert set(shapes) <= set(module.SHAPES[op])
+            assert len(set(shapes)) == len(shapes)
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.delitem(sys.modules, "bench_tables", raising=False)
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("bench_tables")
+
+
+def test_the_tables_of_every_page_are_those_of_the_stored_run(
+    tables: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A figure on a page has a JSON behind it."""
+    status = tables.main(["--check"])
+    assert status == 0, capsys.readouterr().out
+    assert tables.TABLE.findall((NORMS / "README.md").read_text()), "the page has tables"
+
+
+def test_a_page_that_differs_is_found_and_rewritten(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The check above can fail; what stands around the comments is kept."""
+    package = tmp_path / "packages/cake-demo"
+    stored = package / "benchmarks/results/h200/2026-11-30-abc.json"
+    stored.parent.mkdir(parents=True)
+    doc = newest(NORMS / "benchmarks/results")[0]
+    stored.write_text(json.dumps({**doc, "absent": [bench.absence("not installed", impl="quack", op="rmsnorm")]}))
+    page = package / "README.md"
+    page.write_text("above\n<!-- bench: rmsnorm -->\nstale\n<!-- end of bench -->\nbelow\n")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.main(["--check"]) == 1
+    assert "stale" in page.read_text()
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 0
+    text = page.read_text()
+    assert text.startswith("above\n<!-- bench: rmsnorm -->\n")
+    assert text.endswith("<!-- end of bench -->\nbelow\n")
+    assert "| qwen35-9b-128k | 131072 x 4096 |" in text
+    assert "* not timed: quack: not installed" in text
+    assert "stale" not in text
+
+
+def test_every_plot_is_of_the_stored_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heading names date and commit; a link to it stands on the page."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    plots = importlib.import_module("plot_bench")
+    for results in ROOT.glob("packages/*/benchmarks/results"):
+        docs = newest(results)
+        for op in {row["op"] for row in docs[0]["rows"]}:
+            drawn = (results.parent / "plots" / f"{op}.svg").read_text()
+            assert plots.title(docs[0], op) in drawn, "run: uv run tools/plot_bench.py"
+            for row in plots.plotted(docs, op):
+                assert row["shape"] in drawn
+            assert f"(benchmarks/plots/{op}.svg)" in (results.parent.parent / "README.md").read_text()
