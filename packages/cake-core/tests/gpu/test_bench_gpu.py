@@ -12,7 +12,10 @@ import torch
 from cake_core.bench import BenchTarget, run_bench
 from cake_core.bench_timers import captured
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device"),
+]
 
 
 def test_a_captured_call_replays_on_new_contents() -> None:

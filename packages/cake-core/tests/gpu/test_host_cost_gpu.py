@@ -1,0 +1,176 @@
+"""GPU checks 6, 7 and 10: what scratch, outputs and whole calls cost the host, and what no fill saves the device."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cake_core import configure, device, workspace
+from cake_core.testing.launches import recorded_launches
+from torch.profiler import ProfilerActivity, profile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device"),
+]
+
+Figure = Callable[..., None]
+Call = Callable[[], object]
+
+
+def cost(call: Call, *, number: int = 200) -> float:
+    """Microseconds, the best of many short runs: what comes in between does not count."""
+    return min(timeit.repeat(call, number=number, repeat=100)) / number * 1e6
+
+
+def launch_cost(call: Call) -> float:
+    """The same for calls that launch: few at a time onto an idle device, so that none waits for room in the queue."""
+    return min(timeit.repeat(call, setup=torch.cuda.synchronize, number=20, repeat=200)) / 20 * 1e6
+
+
+@pytest.fixture
+def slower(figure: Figure) -> float:
+    """How much longer a Python call takes than the 25 ns of the host that the budgets are for; at least 1."""
+    found = cost(lambda: figure) / 0.025
+    figure(6, "an empty Python call", 25 * found, "ns", "budgets below are for 25 ns and scale with it")
+    return max(1.0, found)
+
+
+def test_scratch_and_outputs_cost_little_more_than_torch_empty(slower: float, figure: Figure) -> None:
+    """GPU check 6, R63: 0.2 us without a bound."""
+    index = torch.cuda.current_device()
+    empty = cost(lambda: torch.empty(4096, dtype=torch.uint8, device="cuda"))
+    take = cost(lambda: workspace.take("demo", "a", 4096, index))
+    shape = (8, 512)
+    empty_2d = cost(lambda: torch.empty(shape, dtype=torch.bfloat16, device="cuda"))
+    output = cost(lambda: workspace.uninitialized(shape, torch.bfloat16, index))
+    figure(6, "torch.empty", empty, "us")
+    figure(6, "take without a bound, above torch.empty", take - empty, "us", "at most 0.2")
+    figure(6, "uninitialized, above torch.empty", output - empty_2d, "us", "at most 0.2")
+    assert take - empty <= 0.2 * slower
+    assert output - empty_2d <= 0.2 * slower
+
+
+def test_a_pool_hit_costs_little(slower: float, figure: Figure) -> None:
+    """GPU check 6, R64: 1.5 us; on a side stream half a microsecond beside what torch takes for its three answers."""
+    configure(cake_workspace_pool_bytes=1 << 20)
+    index = torch.cuda.current_device()
+    bindings: Any = torch._C
+    queries = {
+        "_cuda_getCurrentRawStream": lambda: bindings._cuda_getCurrentRawStream(index),
+        "_cuda_getDevice": bindings._cuda_getDevice,
+        "_cuda_isCurrentStreamCapturing": bindings._cuda_isCurrentStreamCapturing,
+    }
+
+    def hit() -> object:
+        return workspace.take("demo", "a", 4096, index)
+
+    def measured(where: str) -> float:
+        hit()
+        before = workspace.stats()
+        found = cost(hit)
+        after = workspace.stats()
+        assert after["hits"] - before["hits"] == after["requests"] - before["requests"] > 0
+        figure(6, f"pool hit on {where}", found, "us")
+        return found
+
+    on_default = measured("the default stream")
+    with device.side_stream():
+        on_side = measured("a side stream")
+        asked = 0.0
+        for name, query in queries.items():
+            asked += (found := cost(query))
+            figure(6, name, found, "us", "on a side stream")
+    figure(6, "pool hit on a side stream, above torch's answers", on_side - asked, "us", "at most 0.5")
+    assert on_default <= 1.5 * slower
+    assert on_side - asked <= 0.5 * slower
+
+
+def test_deterministic_mode_launches_no_fill() -> None:
+    """GPU check 7, R74: no fill kernel for scratch and outputs; torch.empty has one."""
+    index = torch.cuda.current_device()
+
+    def fills(allocate: Call) -> int:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            allocate()
+            torch.cuda.synchronize()
+        return sum("fill" in event.name.lower() for event in trace.events() or ())
+
+    torch.use_deterministic_algorithms(True)
+    workspace.uninitialized((1,), torch.float32, index)
+    workspace.take("demo", "a", 1, index)
+    assert fills(lambda: torch.empty(1 << 20, device="cuda")) > 0
+    assert fills(lambda: workspace.take("demo", "a", 1 << 20, index)) == 0
+    assert fills(lambda: workspace.uninitialized((1 << 20,), torch.float32, index)) == 0
+    y = workspace.uninitialized((3, 4), torch.bfloat16, index)
+    assert (y.device.index, y.dtype, y.is_contiguous(), y.data_ptr() % 256) == (index, torch.bfloat16, True, 0)
+
+
+def test_a_large_scratch_costs_the_device_nothing_in_deterministic_mode(figure: Figure) -> None:
+    """GPU check 7, R74: what torch's fill of 1 GiB takes."""
+    index = torch.cuda.current_device()
+    nbytes = 1 << 30
+
+    def milliseconds(allocate: Call) -> float:
+        allocate()
+        times: list[float] = []
+        for _ in range(5):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            allocate()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return min(times)
+
+    torch.use_deterministic_algorithms(True)
+    filled = milliseconds(lambda: torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+    taken = milliseconds(lambda: workspace.take("demo", "a", nbytes, index))
+    figure(7, "torch.empty of 1 GiB, deterministic mode", filled, "ms")
+    figure(7, "take of 1 GiB, deterministic mode", taken, "ms")
+    assert taken < filled / 4
+
+
+def calls_of(op: str, grad: bool) -> dict[str, Call]:
+    """Forward calls of a small problem, as a model makes them."""
+
+    def operand(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.bfloat16, device="cuda").requires_grad_(grad)
+
+    if op == "rmsnorm":
+        rmsnorm: ModuleType = pytest.importorskip("cake_norms.rmsnorm")
+        x, w = operand(16, 2048), operand(2048)
+        wide = operand(4, 4, 2048)
+        return {
+            "rmsnorm [16, 2048]": lambda: rmsnorm.zero_centered_rmsnorm(x, w),
+            "rmsnorm [4, 4, 2048]": lambda: rmsnorm.zero_centered_rmsnorm(wide, w),
+        }
+    gated: ModuleType = pytest.importorskip("cake_norms.gated_rmsnorm")
+    x, w = operand(16, 12, 128), operand(128)
+    z = operand(16, 12288)[:, 8192 : 8192 + 1536].view(16, 12, 128)
+    return {"gated_rmsnorm [16, 12, 128], strided gate": lambda: gated.rmsnorm_gate(x, z, w)}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no-grad", "autograd"])
+@pytest.mark.parametrize("op", ["rmsnorm", "gated_rmsnorm"])
+def test_a_forward_call_costs_the_host_15_us_above_its_launch(
+    op: str, grad: bool, slower: float, figure: Figure
+) -> None:
+    """GPU check 10: from the public function to the program's return, less the bare call of the program."""
+    for name, call in calls_of(op, grad).items():
+        call()
+        with recorded_launches() as launches:
+            call()
+        (launch,) = launches
+        program, arguments = launch.package.function(launch.library, launch.entry), launch.args
+        bare = launch_cost(lambda program=program, arguments=arguments: program(*arguments))
+        above = launch_cost(call) - bare
+        name += ", autograd" if grad else ", no gradient"
+        figure(10, f"launch of {name}", bare, "us")
+        figure(10, f"host time above it of {name}", above, "us", "at most 15")
+        assert above <= 15 * slower
