@@ -64,7 +64,7 @@ class Captured:
 
 @pytest.mark.nvcc
 def test_a_graph_replays_after_release(synthetic: None, mapped: Callable[[str], set[str]]) -> None:
-    """GPU check 2, R42: no library is unloaded, and the next call finds it where it was."""
+    """R42: GPU check 2. No library is unloaded, and the next call finds it where it was."""
     configure(cake_workspace_pool_bytes=1 << 24)
     captured = Captured()
     libraries = mapped("/scale_")
@@ -85,7 +85,7 @@ EVICTIONS = {"a lower bound": SCRATCH // 2, "bound 0": 0, "another role": 2 * SC
 @pytest.mark.nvcc
 @pytest.mark.parametrize("evict", EVICTIONS)
 def test_a_graph_replays_after_the_pool_evicted_what_it_had(synthetic: None, evict: str) -> None:
-    """GPU check 3, R69: the capture takes nothing out of the pool and leaves nothing in it."""
+    """R69: GPU check 3. The capture takes nothing out of the pool and leaves nothing in it."""
     configure(cake_workspace_pool_bytes=2 * SCRATCH)
     before = workspace.stats()
     captured = Captured()
@@ -104,7 +104,7 @@ def test_a_graph_replays_after_the_pool_evicted_what_it_had(synthetic: None, evi
 
 
 def test_a_graph_owns_what_it_takes_and_replays_after_the_pool_is_gone() -> None:
-    """GPU check 3, R69: scratch that was pooled before the capture is not the scratch of the capture."""
+    """R69: GPU check 3. Scratch that was pooled before the capture is not the scratch of the capture."""
     configure(cake_workspace_pool_bytes=1 << 24)
     index = torch.cuda.current_device()
     pooled = workspace.take("demo", "a", 1 << 20, index)
@@ -128,7 +128,7 @@ def test_a_graph_owns_what_it_takes_and_replays_after_the_pool_is_gone() -> None
 
 
 def test_a_pooled_side_stream_is_asked_whether_it_captures() -> None:
-    """GPU check 3, R69: the same stream before, in and after a capture; the default stream during one of another."""
+    """R69: GPU check 3. The same stream before, in and after a capture; the default stream during one of another."""
     configure(cake_workspace_pool_bytes=1 << 20)
     side = torch.cuda.Stream()
     index = torch.cuda.current_device()

@@ -41,7 +41,7 @@ def slower(figure: Figure) -> float:
 
 
 def test_scratch_and_outputs_cost_little_more_than_torch_empty(slower: float, figure: Figure) -> None:
-    """GPU check 6, R63: 0.2 us without a bound."""
+    """R63: GPU check 6. 0.2 us without a bound."""
     index = torch.cuda.current_device()
     empty = cost(lambda: torch.empty(4096, dtype=torch.uint8, device="cuda"))
     take = cost(lambda: workspace.take("demo", "a", 4096, index))
@@ -56,7 +56,7 @@ def test_scratch_and_outputs_cost_little_more_than_torch_empty(slower: float, fi
 
 
 def test_a_pool_hit_costs_little(slower: float, figure: Figure) -> None:
-    """GPU check 6, R64: 1.5 us; on a side stream half a microsecond beside what torch takes for its three answers."""
+    """R64: GPU check 6. 1.5 us; on a side stream half a microsecond beside what torch takes for its three answers."""
     configure(cake_workspace_pool_bytes=1 << 20)
     index = torch.cuda.current_device()
     bindings: Any = torch._C
@@ -91,7 +91,7 @@ def test_a_pool_hit_costs_little(slower: float, figure: Figure) -> None:
 
 
 def test_deterministic_mode_launches_no_fill() -> None:
-    """GPU check 7, R74: no fill kernel for scratch and outputs; torch.empty has one."""
+    """R74: GPU check 7. No fill kernel for scratch and outputs; torch.empty has one."""
     index = torch.cuda.current_device()
 
     def fills(allocate: Call) -> int:
@@ -111,7 +111,7 @@ def test_deterministic_mode_launches_no_fill() -> None:
 
 
 def test_a_large_scratch_costs_the_device_nothing_in_deterministic_mode(figure: Figure) -> None:
-    """GPU check 7, R74: what torch's fill of 1 GiB takes."""
+    """R74: GPU check 7. What torch's fill of 1 GiB takes."""
     index = torch.cuda.current_device()
     nbytes = 1 << 30
 

@@ -43,7 +43,7 @@ def in_a_child(code: str, *arguments: str) -> Any:
 def test_torch_and_the_libraries_share_one_cuda_runtime(
     checks: KernelPackage, mapped: Callable[[str], set[str]], figure: Callable[..., None]
 ) -> None:
-    """GPU check 4, R43: libraries of this toolkit run on the runtime that torch brought; ``cake doctor`` names it."""
+    """R43: GPU check 4. Libraries of this toolkit run on the runtime that torch brought; ``cake doctor`` names it."""
     x = torch.ones(3, device="cuda")
     program(checks)("bend", torch.empty_like(x), x, 0.0, 0)
     torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def test_the_portable_library_gives_the_bits_of_the_own_one(checks: KernelPackag
 
 
 def test_a_refused_launch_leaves_the_next_torch_call_healthy(checks: KernelPackage) -> None:
-    """GPU check 8, R47: the error is reported once, by the call that caused it."""
+    """R47: GPU check 8. The error is reported once, by the call that caused it."""
     x = torch.ones(3, device="cuda")
     y = torch.zeros_like(x)
     run = program(checks)
@@ -119,12 +119,12 @@ def test_a_refused_launch_leaves_the_next_torch_call_healthy(checks: KernelPacka
 
 
 def test_a_backward_compiles_nothing_after_prebuild(synthetic: None) -> None:
-    """GPU check 9, R53, R58: every route, forward and backward, with builds forbidden in the whole process."""
+    """R53, R58: GPU check 9. Every route, forward and backward, with builds forbidden in the whole process."""
     check_routes("synthetic", routes.ROUTES, routes.run_route, **routes.PREBUILD)
 
 
 def test_a_build_on_autograds_thread_is_forbidden_too(synthetic: None) -> None:
-    """GPU check 9, R58: the backward runs on another thread than the one inside ``no_build()``."""
+    """R58: GPU check 9. The backward runs on another thread than the one inside ``no_build()``."""
     threads: list[int] = []
     x, weight = torch.ones(70, 64, device="cuda", requires_grad=True), torch.ones(64, device="cuda")
 
