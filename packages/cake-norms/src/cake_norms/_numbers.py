@@ -1,10 +1,19 @@
-"""Integer helper of the two plans."""
+"""Integer helpers of the two plans."""
 
 from __future__ import annotations
 
-__all__ = ["ceil_div"]
+__all__ = ["ceil_div", "cut_into_waves"]
 
 
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer >= a / b, for a >= 0 and b > 0."""
     return -(-a // b)
+
+
+def cut_into_waves(rows: int, step: int, wave: int, max_steps: int) -> tuple[int, int]:
+    """(waves, CTAs of a wave) for ``rows`` >= 1, so that no CTA takes more than ``max_steps`` steps of ``step`` rows.
+
+    One wave as long as that holds, of at most ``wave`` CTAs, each with at least two steps where there are enough rows.
+    """
+    waves = ceil_div(rows, wave * step * max_steps)
+    return waves, wave if waves > 1 else min(wave, ceil_div(rows, 2 * step))

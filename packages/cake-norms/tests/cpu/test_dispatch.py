@@ -130,35 +130,35 @@ def test_everything_happens_on_the_operands_device_and_stream() -> None:
 
 
 def test_rmsnorm_launches_carry_the_plan_of_the_shape() -> None:
-    """T = 133, H = 256: 8 row groups of 32 lanes, P = min(528, max(3, min(132, 9))) = 9 partial rows."""
+    """T = 133, H = 256: 32 row groups of 32 lanes, P = min(132, ceil(133 / 64)) = 3 partial rows."""
     with FakeCuda() as fake, recorded_launches() as launches:
         step(fake, 133, 256)
         step(fake, 32768, 2048)
     forward, backward, wide_forward, wide_backward = [tuple(map(shape_of, launch.args)) for launch in launches]
     rows = (133, 256)
     assert forward == (rows, (133,), rows, (256,), 1e-6, 1, 32)
-    assert backward == (rows, (256,), (9, 256), rows, rows, (256,), (133,), 1, 32, 8, 9)
+    assert backward == (rows, (256,), (3, 256), rows, rows, (256,), (133,), 1, 32, 32, 3, 1)
     assert wide_forward[-2:] == (4, 64)
-    assert wide_backward[2] == (528, 2048)
-    assert wide_backward[-4:] == (4, 64, 4, 528)
+    assert wide_backward[2] == (132, 2048)
+    assert wide_backward[-5:] == (4, 64, 4, 132, 1)
     partial = launches[1].args[2]
     assert (partial.dtype, partial.stride()) == (torch.float32, (256, 1))
     assert launches[1].args[6].dtype == torch.float32
 
 
 def test_gated_launches_carry_the_plan_of_the_shape() -> None:
-    """N = 100 rows, D = 128: 8 rows a step, P = min(1056, ceil(100 / 32)) = 4 partial rows."""
+    """N = 500 rows, D = 128: 80 rows a step, P = min(132, ceil(500 / 160)) = 4 partial rows."""
     with FakeCuda() as fake, recorded_launches() as launches:
-        gated_step(fake, 25, 4)
-        gated_step(fake, 25, 4, activation="sigmoid")
-        gated_step(fake, 8, 4)
-    operands = (25, 4, 128)
+        gated_step(fake, 125, 4)
+        gated_step(fake, 125, 4, activation="sigmoid")
+        gated_step(fake, 40, 4)
+    operands = (125, 4, 128)
     assert [tuple(map(shape_of, launch.args)) for launch in launches[:2]] == [
         (operands, operands, operands, (128,), 1e-6, 0),
-        (operands, operands, (128,), (4, 128), operands, operands, operands, (128,), 1e-6, 0, 4),
+        (operands, operands, (128,), (4, 128), operands, operands, operands, (128,), 1e-6, 0, 4, 1),
     ]
     assert (launches[2].args[5], launches[3].args[9]) == (1, 1)
-    assert (launches[5].args[3], launches[5].args[10]) == (None, 1), "one CTA writes dweight itself"
+    assert (launches[5].args[3], launches[5].args[10:]) == (None, (1, 1)), "one CTA writes dweight itself"
 
 
 def test_no_launch_depends_on_the_sm_count() -> None:
@@ -208,7 +208,7 @@ def test_rmsnorm_gradients_nobody_needs_are_not_asked_of_the_kernel(needs: tuple
 )
 def test_gated_gradients_nobody_needs_are_not_asked_of_the_kernel(needs: tuple[bool, bool, bool]) -> None:
     with FakeCuda() as fake, recorded_launches() as launches:
-        x, z = (fake.cuda(normal(0, 33, 3, 128)).requires_grad_(need) for need in needs[:2])
+        x, z = (fake.cuda(normal(0, 133, 3, 128)).requires_grad_(need) for need in needs[:2])
         w = fake.cuda(normal(1, 128)).requires_grad_(needs[2])
         rmsnorm_gate(x, z, w).sum().backward()
     assert tuple(value is not None for value in launches[1].args[:4]) == (*needs, needs[2])

@@ -23,6 +23,7 @@ import pytest
 import torch
 from cake_core import env
 from cake_core.testing.gates import assert_guards, assert_rel_rms, assert_same_bits, poisoned_empty
+from cake_norms._frozen import RMSNORM, digest, uniform
 from cake_norms.gated_rmsnorm import plan as gated_plan
 from cake_norms.gated_rmsnorm.testing.oracle import dweight_bound, gate_error
 from cake_norms.rmsnorm import plan
@@ -94,6 +95,7 @@ class Program:
         self.native = ctypes.CDLL(str(path))
         self.native.cuda_on_cpu_launches.restype = ctypes.c_long
         self.native.cuda_on_cpu_seed.argtypes = (ctypes.c_uint64,)
+        self.native.cuda_on_cpu_shared_limit.argtypes = (ctypes.c_int,)
 
     def run(self, *arguments: Any) -> None:
         kept = [OnFakeDevice(a) if isinstance(a, Tensor) else a for a in arguments]
@@ -104,6 +106,10 @@ class Program:
 
     def shuffle_lanes(self, seed: int) -> None:
         self.native.cuda_on_cpu_seed(seed)
+
+    def give_shared_memory(self, bytes_of_a_cta: int) -> None:
+        """What a CTA of the device can have; 227 KB unless told."""
+        self.native.cuda_on_cpu_shared_limit(bytes_of_a_cta)
 
 
 def _compile(op: str, program: str, folder: Path) -> Path:
@@ -189,7 +195,7 @@ def _backward(
     dw = poisoned_empty((hidden,), dweight_dtype or w.dtype, "cpu") if needs[1] else None
     scratch = poisoned_empty((p.partial_rows, hidden), torch.float32, "cpu")
     partial = scratch if needs[1] and p.partial_rows > 1 else None
-    program.run(dx, dw, partial, dy, x, w, rstd, p.vectors, p.threads_per_row, p.row_groups, p.partial_rows)
+    program.run(dx, dw, partial, dy, x, w, rstd, p.vectors, p.threads_per_row, p.row_groups, p.partial_rows, p.waves)
     for name, output in (("dx", dx), ("dweight", dw), ("partial", partial)):
         if output is not None:
             assert_guards(output, name)
@@ -275,25 +281,89 @@ def _chain(terms_a: Tensor, terms_b: Tensor) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize(("hidden", "rows"), [(8, 600), (256, 150), (264, 130), (512, 90), (2304, 70), (5376, 5)])
+def _dweight_in_order(a: Tensor, n: Tensor, partial_rows: int, waves: int, groups: int, unroll: int = 1) -> Tensor:
+    """FP32 dweight of the terms a n, [rows, columns] each, in the documented order."""
+    rows, ctas = len(a), partial_rows // waves
+    partial = torch.zeros(partial_rows, a.shape[1])
+    for cta in range(partial_rows):
+        wave, place = divmod(cta, ctas)
+        first, end = wave * rows // waves, (wave + 1) * rows // waves
+        joined = torch.zeros(a.shape[1], dtype=torch.float64)
+        for group in range(groups):
+            starts = range(first + place * unroll * groups, end, ctas * unroll * groups)
+            mine = [row for start in starts for u in range(unroll) if (row := start + u * groups + group) < end]
+            joined += _chain(a[mine], n[mine]).double()
+        partial[cta] = joined.float()
+    return _fp64_then_phases(partial)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "rows"), [(8, 2100), (256, 150), (264, 130), (512, 90), (2304, 70), (5376, 9), (8200, 5)]
+)
 def test_dweight_has_the_bits_of_the_documented_order(programs: dict[str, Program], hidden: int, rows: int) -> None:
     x, dy = _randn(rows, hidden, seed=1), _randn(rows, hidden, seed=2)
     w = _randn(hidden, seed=3).float()
     _, rstd = _forward(programs["rmsnorm_fwd"], x, w)
     _, dw = _backward(programs["rmsnorm_bwd"], dy, x, w, rstd, needs=(False, True))
-    n = x.float() * rstd[:, None]
     p = plan.plan_backward(rows, hidden)
-    partial = torch.zeros(p.partial_rows, hidden)
-    for cta in range(p.partial_rows):
-        first, end = cta * rows // p.partial_rows, (cta + 1) * rows // p.partial_rows
-        groups = [_chain(dy[first + j : end : p.row_groups], n[first + j : end : p.row_groups])
-                  for j in range(p.row_groups)]  # fmt: skip
-        joined = torch.zeros(hidden, dtype=torch.float64)
-        for group in groups:
-            joined += group.double()
-        partial[cta] = joined.float()
     assert dw is not None
-    assert_same_bits(dw, _fp64_then_phases(partial), f"dweight, {p.partial_rows} partial rows")
+    want = _dweight_in_order(dy, x.float() * rstd[:, None], p.partial_rows, p.waves, p.row_groups)
+    assert_same_bits(dw, want, f"dweight, {p.partial_rows} partial rows")
+
+
+@pytest.mark.parametrize(("ctas", "waves"), [(1, 1), (3, 3), (6, 2), (8, 4)])
+def test_dweight_of_several_waves_has_the_documented_order(programs: dict[str, Program], ctas: int, waves: int) -> None:
+    """Parts of unequal size, CTAs with steps that are cut short and with none."""
+    rows, hidden, groups = 53, 264, 4
+    x, dy = _randn(rows, hidden, seed=1), _randn(rows, hidden, seed=2)
+    w = _randn(hidden, seed=3).float()
+    _, rstd = _forward(programs["rmsnorm_fwd"], x, w)
+    dw, partial = torch.empty(hidden), torch.empty(ctas, hidden) if ctas > 1 else None
+    lanes = plan.lanes(hidden)
+    shape = (lanes.vectors, lanes.threads_per_row, groups, ctas, waves)
+    dx = torch.empty_like(x)
+    programs["rmsnorm_bwd"].run(dx, dw, partial, dy, x, w, rstd, *shape)
+    want = _dweight_in_order(dy, x.float() * rstd[:, None], ctas, waves, groups)
+    assert_same_bits(dw, want, "dweight")
+    alone, _ = _backward(programs["rmsnorm_bwd"], dy, x, w, rstd)
+    assert alone is not None
+    assert_same_bits(dx, alone, "dx")
+
+
+@pytest.mark.parametrize(("hidden", "rows"), [(256, 200), (512, 100), (1000, 60), (2304, 40), (5376, 9), (16384, 4)])
+@pytest.mark.parametrize("weight", DTYPES)
+def test_bits_do_not_depend_on_the_shared_memory_of_the_device(
+    programs: dict[str, Program], hidden: int, rows: int, weight: str
+) -> None:
+    """227 KB, 163 KB and 99 KB a CTA: rings of three, two and one stages, an FP32 weight in shared memory or not."""
+    x, dy = _randn(rows, hidden, seed=1), _randn(rows, hidden, seed=2)
+    w = _randn(hidden, seed=3).to(DTYPES[weight])
+    _, rstd = _forward(programs["rmsnorm_fwd"], x, w)
+    program = programs["rmsnorm_bwd"]
+    want = _backward(program, dy, x, w, rstd)
+    try:
+        for kilobytes in (163, 99):
+            program.give_shared_memory(kilobytes * 1024)
+            for name, got, bits in zip(("dx", "dweight"), _backward(program, dy, x, w, rstd), want, strict=True):
+                assert got is not None
+                assert bits is not None
+                assert_same_bits(got, bits, f"{name} with {kilobytes} KB")
+    finally:
+        program.give_shared_memory(227 * 1024)
+
+
+@pytest.mark.parametrize(("case", "frozen"), RMSNORM.items(), ids=str)
+def test_the_bits_are_the_frozen_ones(
+    programs: dict[str, Program], case: tuple[int, int, str], frozen: tuple[str, ...]
+) -> None:
+    rows, hidden, dtype = case
+    x, dy = uniform(rows, hidden, seed=1), uniform(rows, hidden, seed=2)
+    w = uniform(hidden, seed=3).to(DTYPES[dtype])
+    y, rstd = _forward(programs["rmsnorm_fwd"], x, w)
+    dx, dw = _backward(programs["rmsnorm_bwd"], dy, x, w, rstd)
+    assert dx is not None
+    assert dw is not None
+    assert digest((y, rstd, dx, dw)) == frozen
 
 
 @pytest.mark.parametrize("hidden", [24, 512, 2304])
@@ -400,7 +470,7 @@ def _gate_backward(
     dw = poisoned_empty((dim,), w.dtype, "cpu") if needs[2] else None
     scratch = poisoned_empty((p.partial_rows, dim), torch.float32, "cpu")
     partial = scratch if needs[2] and p.partial_rows > 1 else None
-    program.run(dx, dz, dw, partial, dy, x, z, w, EPS, activation, p.partial_rows)
+    program.run(dx, dz, dw, partial, dy, x, z, w, EPS, activation, p.partial_rows, p.waves)
     outputs = {"dx": dx, "dz": dz, "dweight": dw}
     for name, output in outputs.items():
         if output is not None:
@@ -472,6 +542,37 @@ def test_gated_gradients_that_are_not_wanted_change_nothing(programs: dict[str, 
                 assert_same_bits(got, want, name)
 
 
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 1, 128), (19, 5, 64), (100, 3, 128), (29, 4, 256)])
+def test_gated_dweight_has_the_bits_of_the_documented_order(
+    programs: dict[str, Program], tokens: int, heads: int, dim: int
+) -> None:
+    """z = 0 under a sigmoid gate: the gate is exactly 1/2, so the terms are known to the last bit."""
+    x, dy = _randn(tokens, heads, dim, seed=1), _randn(tokens, heads, dim, seed=2)
+    z, w = torch.zeros_like(x), torch.ones(dim)
+    got = _gate_backward(programs["gated_rmsnorm_bwd"], dy, x, z, w, 1)["dweight"]
+    rows = x.view(-1, dim)
+    squares = torch.stack([_gated_sum_of_squares(row) for row in rows])
+    r = (1 / (squares / dim + torch.tensor(EPS)).double().sqrt()).float()
+    p = gated_plan.plan_backward(len(rows), dim)
+    want = _dweight_in_order(
+        dy.view(-1, dim).float() / 2, rows.float() * r[:, None], p.partial_rows, p.waves, p.row_groups, unroll=2
+    )
+    assert got is not None
+    assert_same_bits(got, want, f"dweight, {p.partial_rows} partial rows")
+
+
+def _gated_sum_of_squares(row: Tensor) -> Tensor:
+    """FP32 in the order of the spec: eight elements a lane, then the butterfly. Squares of BF16 are exact in FP32."""
+    lanes = torch.zeros(len(row) // 8)
+    for element in row.float().square().view(-1, 8).unbind(1):
+        lanes = lanes + element
+    distance = len(lanes) // 2
+    while distance:
+        lanes = lanes + lanes[torch.arange(len(lanes)) ^ distance]
+        distance //= 2
+    return lanes[0]
+
+
 def test_gate_extremes_give_what_the_definition_says(programs: dict[str, Program]) -> None:
     """sigma flushes to 0 far below zero and is 1 far above; z = -Inf gives NaN as -Inf * 0 does."""
     x = _randn(1, 1, 64, seed=1)
@@ -527,7 +628,7 @@ def test_rmsnorm_touches_nothing_behind_its_operands(programs: dict[str, Program
     rstd = torch.ones(rows)
     partial = edge(torch.zeros(p.partial_rows, hidden))
     fwd, bwd = programs["rmsnorm_fwd"], programs["rmsnorm_bwd"]
-    back = (p.vectors, p.threads_per_row, p.row_groups, p.partial_rows)
+    back = (p.vectors, p.threads_per_row, p.row_groups, p.partial_rows, p.waves)
     assert _survives(lambda: fwd.run(y, rstd, x, w, EPS, row.vectors, row.threads_per_row))
     assert _survives(lambda: bwd.run(dx, dw, partial if p.partial_rows > 1 else None, dy, x, w, rstd, *back))
     longer = x.as_strided((rows + 1, hidden), x.stride())  # the proof that such a read is seen
@@ -544,7 +645,7 @@ def test_gated_kernels_touch_nothing_behind_their_operands(programs: dict[str, P
     partial = edge(torch.zeros(p.partial_rows, dim)) if p.partial_rows > 1 else None
     assert _survives(lambda: programs["gated_rmsnorm_fwd"].run(y, x, z, w, EPS, 0))
     assert _survives(
-        lambda: programs["gated_rmsnorm_bwd"].run(dx, dz, dw, partial, dy, x, z, w, EPS, 0, p.partial_rows)
+        lambda: programs["gated_rmsnorm_bwd"].run(dx, dz, dw, partial, dy, x, z, w, EPS, 0, p.partial_rows, p.waves)
     )
 
 
@@ -554,9 +655,9 @@ def test_no_rows_launch_nothing(programs: dict[str, Program]) -> None:
     gate = torch.empty(0, 4, 64, dtype=torch.bfloat16)
     before = {name: program.launches() for name, program in programs.items()}
     programs["rmsnorm_fwd"].run(empty, none, empty, w, EPS, 1, 8)
-    programs["rmsnorm_bwd"].run(empty, w, None, empty, empty, w, none, 1, 8, 32, 1)
+    programs["rmsnorm_bwd"].run(empty, w, None, empty, empty, w, none, 1, 8, 32, 1, 1)
     programs["gated_rmsnorm_fwd"].run(gate, gate, gate, w, EPS, 0)
-    programs["gated_rmsnorm_bwd"].run(gate, gate, w, None, gate, gate, gate, w, EPS, 0, 1)
+    programs["gated_rmsnorm_bwd"].run(gate, gate, w, None, gate, gate, gate, w, EPS, 0, 1, 1)
     assert {name: program.launches() for name, program in programs.items()} == before
 
 
@@ -602,13 +703,13 @@ def test_a_binding_names_the_operand_it_refuses(
 def test_the_backward_refuses_a_launch_without_its_scratch(programs: dict[str, Program]) -> None:
     x, w = _randn(70, 64, seed=0), torch.zeros(64)
     with pytest.raises(ValueError, match="partial is None"):
-        programs["rmsnorm_bwd"].run(None, w, None, x, x, w, torch.ones(70), 1, 8, 32, 2)
+        programs["rmsnorm_bwd"].run(None, w, None, x, x, w, torch.ones(70), 1, 8, 32, 2, 1)
     with pytest.raises(ValueError, match=r"partial.shape\[0\] is 3; needs 2"):
-        programs["rmsnorm_bwd"].run(None, w, torch.zeros(3, 64), x, x, w, torch.ones(70), 1, 8, 32, 2)
-    with pytest.raises(ValueError, match="row_groups is 33"):
-        programs["rmsnorm_bwd"].run(None, w, None, x, x, w, torch.ones(70), 1, 8, 33, 1)
+        programs["rmsnorm_bwd"].run(None, w, torch.zeros(3, 64), x, x, w, torch.ones(70), 1, 8, 32, 2, 1)
+    with pytest.raises(ValueError, match="row_groups is 129"):
+        programs["rmsnorm_bwd"].run(None, w, None, x, x, w, torch.ones(70), 1, 8, 129, 1, 1)
     gate = _randn(9, 8, 64, seed=0)
     with pytest.raises(ValueError, match="partial is None"):
-        programs["gated_rmsnorm_bwd"].run(None, None, w, None, gate, gate, gate, w, EPS, 0, 2)
+        programs["gated_rmsnorm_bwd"].run(None, None, w, None, gate, gate, gate, w, EPS, 0, 2, 1)
     with pytest.raises(ValueError, match="activation is 2"):
         programs["gated_rmsnorm_fwd"].run(gate, gate, gate, w, EPS, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 
 import pytest
 from cake_norms.gated_rmsnorm import plan as gated
@@ -30,7 +29,7 @@ def test_the_lanes_of_every_width_cover_the_row() -> None:
         vectors = hidden // 8
         assert lanes.vectors * lanes.threads_per_row >= vectors
         assert 1 <= lanes.vectors <= 4
-        assert lanes.threads_per_row <= 512
+        assert lanes.threads_per_row <= (256 if lanes.vectors == 2 else 512)
         if vectors <= 32:
             assert lanes.vectors == 1
             assert lanes.threads_per_row & (lanes.threads_per_row - 1) == 0, "a power of two inside a warp"
@@ -39,57 +38,78 @@ def test_the_lanes_of_every_width_cover_the_row() -> None:
             assert lanes.threads_per_row % 32 == 0, "whole warps"
 
 
-def check_partition(rows: int, groups: int, partials: int, chain: int = 256) -> None:
-    """CTA i takes [i T / P, (i + 1) T / P): all rows once, no CTA without a row, chains within the bound."""
-    assert 1 <= partials <= rows
-    shortest, longest = rows // partials, -(-rows // partials)
-    assert shortest >= 1
-    assert -(-longest // groups) <= chain
+Plan = rms.BackwardPlan | gated.BackwardPlan
+
+
+def steps_of(rows: int, plan: Plan, step: int) -> list[list[range]]:
+    """For each CTA the ranges of rows of its steps, from the plan's definition."""
+    ctas = plan.partial_rows // plan.waves
+    all_steps: list[list[range]] = []
+    for cta in range(plan.partial_rows):
+        wave, place = divmod(cta, ctas)
+        first, end = wave * rows // plan.waves, (wave + 1) * rows // plan.waves
+        starts = range(first + place * step, end, ctas * step)
+        all_steps.append([range(start, min(start + step, end)) for start in starts])
+    return all_steps
+
+
+def check_partition(rows: int, plan: Plan, step: int, max_steps: int) -> None:
+    """Equal waves, no CTA without a row, chains within the bound; for few rows also: every row once."""
+    assert plan.partial_rows % plan.waves == 0
+    ctas = plan.partial_rows // plan.waves
+    shortest, longest = rows // plan.waves, -(-rows // plan.waves)
+    assert (ctas - 1) * step < shortest
+    assert -(-longest // (ctas * step)) <= max_steps
+    assert plan.waves == 1 or ctas == 132
+    if rows <= 3000:
+        seen = sorted(row for cta in steps_of(rows, plan, step) for rows_of_step in cta for row in rows_of_step)
+        assert seen == list(range(rows))
 
 
 @pytest.mark.parametrize("hidden", [8, 256, 2048, 5120, 16384])
 def test_the_backward_partition_covers_every_row_once(hidden: int) -> None:
     for rows in ROW_COUNTS:
         plan = rms.plan_backward(rows, hidden)
-        check_partition(rows, plan.row_groups, plan.partial_rows)
-        if rows <= 3000:
-            cuts = [i * rows // plan.partial_rows for i in range(plan.partial_rows + 1)]
-            assert cuts[0] == 0
-            assert cuts[-1] == rows
-            assert all(a < b for a, b in itertools.pairwise(cuts))
-        assert plan.row_groups * plan.threads_per_row <= 512
+        check_partition(rows, plan, plan.row_groups, 256)
+        assert plan.row_groups * plan.threads_per_row <= (1024 if plan.vectors == 1 else 512)
+        assert plan.row_groups * plan.threads_per_row % 32 == 0
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_gated_partition_covers_every_row_once(dim: int) -> None:
     for rows in ROW_COUNTS:
         plan = gated.plan_backward(rows, dim)
-        assert plan.row_groups == 1024 // dim
-        check_partition(rows, plan.row_groups, plan.partial_rows)
+        assert plan.row_groups == 5120 // dim
+        check_partition(rows, plan, 2 * plan.row_groups, 128)
 
 
 @pytest.mark.parametrize(
-    ("rows", "hidden", "groups", "partials"),
+    ("rows", "hidden", "groups", "partials", "waves"),
     [
-        (512, 4096, 2, 128),  # the small call of the spec: 128 CTAs of 2 rows a group
-        (32768, 2048, 4, 528),
-        (8192, 2048, 4, 256),
-        (65536, 4096, 2, 528),
-        (1, 2048, 4, 1),
-        (2**20, 16384, 1, 4224),
+        (512, 4096, 2, 128, 1),  # few rows: two steps a CTA
+        (32768, 2048, 4, 132, 1),
+        (65536, 4096, 2, 132, 1),
+        (67584, 4096, 2, 132, 1),  # 132 * 2 * 256: the longest chains of one wave
+        (67585, 4096, 2, 264, 2),
+        (16384, 7168, 2, 132, 1),
+        (2**20, 256, 32, 132, 1),
+        (1, 2048, 4, 1, 1),
+        (2**20, 16384, 1, 4224, 32),
     ],
 )
-def test_the_backward_partition_is_the_specs(rows: int, hidden: int, groups: int, partials: int) -> None:
-    """The numbers that fix dweight's bits, worked out by hand from the formula."""
+def test_the_backward_partition_is_frozen(rows: int, hidden: int, groups: int, partials: int, waves: int) -> None:
+    """The numbers that fix dweight's bits, worked out by hand."""
     plan = rms.plan_backward(rows, hidden)
-    assert (plan.row_groups, plan.partial_rows) == (groups, partials)
+    assert (plan.row_groups, plan.partial_rows, plan.waves) == (groups, partials, waves)
 
 
 @pytest.mark.parametrize(
-    ("rows", "dim", "partials"), [(1, 128, 1), (64, 128, 2), (32768 * 32, 128, 1056), (2**23, 128, 4224)]
+    ("rows", "dim", "partials", "waves"),
+    [(1, 128, 1, 1), (200, 128, 2, 1), (32768 * 32, 128, 132, 1), (2**21, 128, 264, 2), (2**23, 128, 924, 7)],
 )
-def test_the_gated_partition_is_the_specs(rows: int, dim: int, partials: int) -> None:
-    assert gated.plan_backward(rows, dim).partial_rows == partials
+def test_the_gated_partition_is_frozen(rows: int, dim: int, partials: int, waves: int) -> None:
+    plan = gated.plan_backward(rows, dim)
+    assert (plan.partial_rows, plan.waves) == (partials, waves)
 
 
 @pytest.mark.parametrize("sm_count", [78, 114, 132, 148])
@@ -112,9 +132,9 @@ def test_no_plan_depends_on_the_sm_count(sm_count: int) -> None:
 
 def test_the_scratch_of_a_backward_is_bounded() -> None:
     """dweight partials do not grow with the tokens of a call of ordinary size: 4 P H bytes."""
-    for rows, hidden, megabytes in ((32768, 2048, 4.4), (32768, 4096, 8.8), (32768, 16384, 34.7), (10**6, 4096, 70)):
+    for rows, hidden, megabytes in ((32768, 2048, 1.1), (65536, 4096, 2.2), (32768, 16384, 8.7), (10**6, 4096, 33)):
         assert rms.plan_backward(rows, hidden).partial_bytes(hidden) <= megabytes * 1e6
-    assert gated.plan_backward(32768 * 32, 128).partial_bytes(128) == 4 * 1056 * 128
+    assert gated.plan_backward(32768 * 32, 128).partial_bytes(128) == 4 * 132 * 128
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def test_the_portable_library_has_the_bits_of_the_own_one() -> None:
     partial = torch.empty(p.partial_rows, 2880, device=DEVICE)
     package.function("rmsnorm_fwd_sm_80")(y, rstd, x, w, 1e-6, p.vectors, p.threads_per_row)
     package.function("rmsnorm_bwd_sm_80")(
-        dx, dw, partial, dy, x, w, rstd, p.vectors, p.threads_per_row, p.row_groups, p.partial_rows
+        dx, dw, partial, dy, x, w, rstd, p.vectors, p.threads_per_row, p.row_groups, p.partial_rows, p.waves
     )
     _assert_same({"y": y, "rstd": rstd, "dx": dx, "dweight": dw}, own, "portable")
 
@@ -516,6 +516,8 @@ for rows, hidden, weight in (
     (37, 1536, torch.float32),
     (37, 2880, torch.bfloat16),
     (300, 2560, torch.float32),
+    (9, 9216, torch.bfloat16),
+    (1100, 256, torch.bfloat16),
     (5, 16384, torch.bfloat16),
 ):
     x, dy = operand(rows, hidden, 8), operand(rows, hidden, 16)

@@ -8,26 +8,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .._numbers import ceil_div
+from .._numbers import cut_into_waves
 from .._served import native_arch
 
 __all__ = ["ACTIVATIONS", "HEAD_DIMS", "BackwardPlan", "libraries", "library", "plan_backward"]
 
 HEAD_DIMS = (64, 128, 256)
 ACTIVATIONS = {"silu": 0, "swish": 0, "sigmoid": 1}  # name -> number of the kernels
-CTA_THREADS = 128  # D / 8 lanes a row: 1024 / D rows a step
+CTA_THREADS = 640  # D / 8 lanes a row: 5120 / D lane groups
+ROWS_IN_FLIGHT = 2  # of a lane group
 MAX_CHAIN = 256  # rows that one FP32 accumulator of dweight may add
-WAVE = 1056  # 8 * 132: whole waves at 1, 2, 4 or 8 resident CTAs on 132 SMs
+WAVE = 132  # CTAs that walk the rows side by side: one on each multiprocessor of an H100 or H200
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlan:
-    """Launch of the backward. CTA i sums the rows [i N / P, (i + 1) N / P); lane group j takes every R-th of them."""
+    """Launch of the backward.
+
+    The rows are cut into F equal parts of C = P / F CTAs. In a part that begins at row b, step k of CTA c is the 2 R
+    rows from b + (k C + c) 2 R on; lane group j takes the j-th and the (R + j)-th of them.
+    """
 
     row_groups: int
-    """R: rows that a CTA holds at a time."""
+    """R: lane groups of a CTA."""
     partial_rows: int
     """P: CTAs, and rows of the FP32 dweight partials [P, D]."""
+    waves: int
+    """F: parts of the rows, one after another."""
 
     def partial_bytes(self, head_dim: int) -> int:
         """Scratch for the dweight partials; one CTA writes dweight itself."""
@@ -38,8 +45,8 @@ class BackwardPlan:
 def plan_backward(rows: int, head_dim: int) -> BackwardPlan:
     """Partition of ``rows`` = tokens * heads >= 1 rows: a function of the two sizes, never of the device."""
     row_groups = 8 * CTA_THREADS // head_dim
-    whole_waves = WAVE * ceil_div(rows, WAVE * row_groups * MAX_CHAIN)
-    return BackwardPlan(row_groups, min(whole_waves, ceil_div(rows, 4 * row_groups)))
+    waves, ctas = cut_into_waves(rows, ROWS_IN_FLIGHT * row_groups, WAVE, MAX_CHAIN // ROWS_IN_FLIGHT)
+    return BackwardPlan(row_groups, waves * ctas, waves)
 
 
 def library(program: str, arch: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .._numbers import ceil_div
+from .._numbers import ceil_div, cut_into_waves
 from .._served import native_arch
 
 __all__ = [
@@ -23,9 +23,10 @@ __all__ = [
 
 MAX_HIDDEN_SIZE = 16384
 ELEMENTS_PER_VECTOR = 8  # one 16-byte load of BF16
-CTA_THREADS = 256  # wanted threads of a CTA; a row of more lanes makes it as wide as the row
+CTA_VECTORS = 1024  # wanted vectors of one step of a backward CTA
+CTA_THREADS = 512  # its most threads, twice that where a lane has one vector
 MAX_CHAIN = 256  # rows that one FP32 accumulator of dweight may add
-WAVE = 528  # 4 * 132: whole waves at 1, 2 or 4 resident CTAs on 132 SMs
+WAVE = 132  # CTAs that walk the rows side by side: one on each multiprocessor of an H100 or H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,11 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlan:
-    """Launch of the backward. CTA i sums the rows [i T / P, (i + 1) T / P); row group j of it takes every R-th row."""
+    """Launch of the backward.
+
+    The rows are cut into F equal parts of C = P / F CTAs. In a part that begins at row b, step k of CTA c is the R rows
+    from b + (k C + c) R on, one for each of its row groups.
+    """
 
     vectors: int
     threads_per_row: int
@@ -46,6 +51,8 @@ class BackwardPlan:
     """R: row groups of a CTA."""
     partial_rows: int
     """P: CTAs, and rows of the FP32 dweight partials [P, H]."""
+    waves: int
+    """F: parts of the rows, one after another."""
 
     def partial_bytes(self, hidden_size: int) -> int:
         """Scratch for the dweight partials; one CTA writes dweight itself."""
@@ -59,7 +66,7 @@ def lanes(hidden_size: int) -> Lanes:
     if row_vectors <= 32:
         return Lanes(1, 1 << (row_vectors - 1).bit_length())
     candidates = ((vectors, 32 * ceil_div(row_vectors, 32 * vectors)) for vectors in (2, 3, 4))
-    fitting = [(v * tpr - row_vectors, -v, v, tpr) for v, tpr in candidates if tpr <= 512]
+    fitting = [(v * tpr - row_vectors, -v, v, tpr) for v, tpr in candidates if tpr <= (256 if v == 2 else 512)]
     _, _, vectors, threads_per_row = min(fitting)  # fewest idle slots, then more vectors
     return Lanes(vectors, threads_per_row)
 
@@ -68,10 +75,10 @@ def lanes(hidden_size: int) -> Lanes:
 def plan_backward(rows: int, hidden_size: int) -> BackwardPlan:
     """Partition of ``rows`` >= 1 rows: a function of the two sizes, never of the device."""
     row = lanes(hidden_size)
-    row_groups = max(1, CTA_THREADS // row.threads_per_row)
-    whole_waves = WAVE * ceil_div(rows, WAVE * MAX_CHAIN * row_groups)
-    short_call = max(ceil_div(rows, 8 * row_groups), min(132, ceil_div(rows, 2 * row_groups)))
-    return BackwardPlan(row.vectors, row.threads_per_row, row_groups, min(whole_waves, short_call))
+    most = CTA_THREADS * (2 if row.vectors == 1 else 1) // row.threads_per_row
+    row_groups = min(most, max(2, ceil_div(CTA_VECTORS, row.vectors * row.threads_per_row)))
+    waves, ctas = cut_into_waves(rows, row_groups, WAVE, MAX_CHAIN)
+    return BackwardPlan(row.vectors, row.threads_per_row, row_groups, waves * ctas, waves)
 
 
 def library(program: str, arch: str) -> str:

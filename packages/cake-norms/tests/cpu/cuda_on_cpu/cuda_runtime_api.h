@@ -14,7 +14,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -42,12 +44,31 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorLaunchFailure = 719 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchFailure = 719
+};
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
 
 // ---- arithmetic: one rounding each, as on the device (-ffp-contract=off)
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
@@ -69,10 +90,17 @@ T __ldg(const T* p) {
 // ---- lanes
 namespace cuda_on_cpu {
 
+struct Copy {
+  void* to;
+  const void* from;  // null: zeros
+};
+
 struct Lane {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
-  const void* waits_for = nullptr;  // the Gate below, or null: ready
+  std::vector<Copy> open;                // asynchronous copies of no group yet
+  std::deque<std::vector<Copy>> groups;  // that have not arrived, oldest first
+  const void* waits_for = nullptr;       // the Gate below, or null: ready
   bool done = false;
 };
 
@@ -91,6 +119,9 @@ struct Cta {
 };
 
 inline Cta* cta = nullptr;
+inline Lane& lane() { return cta->lanes[cta->current]; }
+inline int shared_limit = 227 * 1024;            // of the device
+inline std::map<const void*, size_t> shared_of;  // raised by cudaFuncSetAttribute, per kernel
 inline uint64_t random_state = 1;
 inline cudaError_t pending = cudaSuccess;
 inline long launches = 0;
@@ -152,6 +183,8 @@ inline bool run_cta(Cta& work) {
     if (!lane.stack) lane.stack.reset(new char[kStack]);
     lane.done = false;
     lane.waits_for = nullptr;
+    lane.open.clear();
+    lane.groups.clear();
     getcontext(&lane.context);
     lane.context.uc_stack.ss_sp = lane.stack.get();
     lane.context.uc_stack.ss_size = kStack;
@@ -199,7 +232,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   using namespace cuda_on_cpu;
   const unsigned threads = config->blockDim.x;
   if (config->gridDim.x == 0 || config->gridDim.x > 0x7fffffffu || threads == 0 || threads > 1024 ||
-      config->dynamicSmemBytes > 48 * 1024) {
+      config->dynamicSmemBytes > std::max<size_t>(48 * 1024, shared_of[reinterpret_cast<const void*>(kernel)])) {
     return pending = cudaErrorInvalidConfiguration;
   }
   ++launches;
@@ -222,6 +255,19 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
+template <typename P>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P), cudaFuncAttribute, int bytes) {
+  if (bytes > cuda_on_cpu::shared_limit) return cuda_on_cpu::pending = cudaErrorInvalidValue;
+  cuda_on_cpu::shared_of[reinterpret_cast<const void*>(kernel)] = bytes;
+  return cudaSuccess;
+}
+template <typename P>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(P)) {
+  return attributes->ptxVersion = 90, cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = cuda_on_cpu::shared_limit, cudaSuccess;
+}
 inline cudaError_t cudaGetLastError() { return std::exchange(cuda_on_cpu::pending, cudaSuccess); }
 inline const char* cudaGetErrorName(cudaError_t) { return "cuda_on_cpu"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "see stderr"; }
@@ -230,6 +276,9 @@ inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 
 extern "C" __attribute__((visibility("default"), used)) inline long cuda_on_cpu_launches() {
   return cuda_on_cpu::launches;
+}
+extern "C" __attribute__((visibility("default"), used)) inline void cuda_on_cpu_shared_limit(int bytes) {
+  cuda_on_cpu::shared_limit = bytes;
 }
 extern "C" __attribute__((visibility("default"), used)) inline void cuda_on_cpu_seed(uint64_t seed) {
   cuda_on_cpu::random_state = seed;

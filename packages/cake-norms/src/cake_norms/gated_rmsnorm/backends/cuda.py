@@ -75,6 +75,7 @@ def backward(
         eps,
         plan.ACTIVATIONS[activation],
         launch.partial_rows,
+        launch.waves,
     )
     written(*given)
     return dx, dz, dweight

@@ -81,6 +81,7 @@ def backward(
         launch.threads_per_row,
         launch.row_groups,
         launch.partial_rows,
+        launch.waves,
     )
     written(*given)
     return dx, dweight

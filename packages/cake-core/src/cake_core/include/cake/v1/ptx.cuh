@@ -33,6 +33,40 @@ __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// cp.async.cg.shared.global: starts the copy of 16 bytes from `global` to `shared`, both 16-byte aligned, past the L1.
+// Where `wanted` is false it reads nothing and writes 16 zero bytes. The thread that started it sees the bytes after
+// cp_async_wait; other threads need a barrier behind that.
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool wanted) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(wanted ? 16 : 0)
+               : "memory");
+}
+
+// cp.async.commit_group: this thread's copies since the last one become its youngest group; there may be none.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// cp.async.wait_group N: all of this thread's groups but the youngest kPending are done.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// griddepcontrol.launch_dependents: a kernel launched with launch_behind (launch.h) may start once every CTA of this
+// one has come here or ended. Nothing before sm_90.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// griddepcontrol.wait: the kernel before this one has ended and what it wrote is visible. Nothing before sm_90, where
+// launch_behind starts no kernel early.
+__device__ __forceinline__ void wait_for_the_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // No instruction: the compiler forgets what it knows about these registers. Values derived from them before this
 // point are computed again after it instead of being kept alive, which trades arithmetic for registers.
 __device__ __forceinline__ void forget(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }

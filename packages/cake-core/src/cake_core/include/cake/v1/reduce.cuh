@@ -21,20 +21,36 @@ __device__ __forceinline__ float sum_lanes(float value, int lanes) {
   return value;
 }
 
-// Sum over the `threads` lanes of one row; every one of them gets the same bits.
+// Sums over the `threads` lanes of U rows at once, one value of each a lane; every lane gets the same bits.
 //   threads <= 32: butterfly inside the warp, no barrier.
 //   threads  > 32: a multiple of 32; butterfly per warp, then the warps' sums added in ascending order.
-// slots: shared memory, one float per warp of this row, which nobody else writes. A second call needs other slots
-// (two sets used alternately suffice: whoever overwrites a set has passed the barrier of the call between, which
-// nobody reaches before having read it). barrier: named barrier of this row's threads, all of which call together.
-__device__ __forceinline__ float sum_row(float value, int threads, float* slots, int warp, int barrier) {
-  value = sum_lanes(value, threads);
-  if (threads <= kWarp) return value;
-  if (threadIdx.x % kWarp == 0) slots[warp] = value;
+// slots: shared memory of these rows, one float per warp and value (value u of warp w at u * pitch + w), which nobody
+// else writes. A second call needs other slots (two sets used alternately suffice: whoever overwrites a set has passed
+// the barrier of the call between, which nobody reaches before having read it). barrier: named barrier of these
+// threads, all of which call together.
+template <int U>
+__device__ __forceinline__ void sum_rows(float (&values)[U], int threads, float* slots, int pitch, int warp,
+                                         int barrier) {
+#pragma unroll
+  for (int u = 0; u < U; ++u) values[u] = sum_lanes(values[u], threads);
+  if (threads <= kWarp) return;
+  if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) slots[u * pitch + warp] = values[u];
+  }
   ptx::bar_sync(barrier, threads);
-  float sum = slots[0];
-  for (int w = 1; w < threads / kWarp; ++w) sum = __fadd_rn(sum, slots[w]);
-  return sum;
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    values[u] = slots[u * pitch];
+    for (int w = 1; w < threads / kWarp; ++w) values[u] = __fadd_rn(values[u], slots[u * pitch + w]);
+  }
+}
+
+// sum_rows of one row.
+__device__ __forceinline__ float sum_row(float value, int threads, float* slots, int warp, int barrier) {
+  float values[1] = {value};
+  sum_rows(values, threads, slots, 0, warp, barrier);
+  return values[0];
 }
 
 // Column sums of partial rows. One CTA of kThreads sums kColumns columns:

@@ -42,6 +42,16 @@ inline bool check_fp32_or_bf16(const ffi::TensorView& view, const char* name, in
   return fp32;
 }
 
+// ValueError unless the CTAs, one partial row each, are equal parts.
+inline void check_waves(int64_t partial_rows, int64_t waves) {
+  if (partial_rows < 1 || partial_rows > INT32_MAX) {
+    TVM_FFI_THROW(ValueError) << "partial_rows is " << partial_rows << "; needs 1 to 2^31 - 1";
+  }
+  if (waves < 1 || partial_rows % waves != 0) {
+    TVM_FFI_THROW(ValueError) << "waves is " << waves << "; needs a divisor of partial_rows " << partial_rows;
+  }
+}
+
 // The [rows][columns] FP32 scratch of reduce_partial_rows; ValueError when it is missing or laid out differently.
 inline float* check_partial(const ffi::Optional<ffi::TensorView>& partial, int64_t rows, int64_t columns,
                             DLDevice device) {

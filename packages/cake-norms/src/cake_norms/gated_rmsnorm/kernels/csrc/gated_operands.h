@@ -22,8 +22,16 @@ inline int64_t check_x(const ffi::TensorView& x) {
   return tokens * heads;
 }
 
+inline uint32_t narrow_stride(const ffi::TensorView& view, const char* name, int dim) {
+  const int64_t vecs = stride_vecs(view, name, dim);
+  if (vecs > UINT32_MAX) {
+    TVM_FFI_THROW(ValueError) << name << ".stride(" << dim << ") is " << view.stride(dim) << "; needs less than 2^35";
+  }
+  return static_cast<uint32_t>(vecs);
+}
+
 inline RowStrides row_strides(const ffi::TensorView& view, const char* name) {
-  return {stride_vecs(view, name, 0), stride_vecs(view, name, 1)};
+  return {narrow_stride(view, name, 0), narrow_stride(view, name, 1)};
 }
 
 // Strides of another operand of x's shape and device; ValueError when it is none.

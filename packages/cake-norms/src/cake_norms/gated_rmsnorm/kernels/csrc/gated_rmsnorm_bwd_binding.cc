@@ -1,4 +1,4 @@
-// run(dx, dz, dweight, partial, dy, x, z, weight, eps, activation, partial_rows)
+// run(dx, dz, dweight, partial, dy, x, z, weight, eps, activation, partial_rows, waves)
 #include "cake/v1/ffi.h"
 #include "gated_operands.h"
 #include "gated_rmsnorm_bwd.h"
@@ -8,10 +8,11 @@ namespace {
 
 // dx, dz, dy, x, z: [tokens][heads][D] BF16.  dweight, weight: [D], each BF16 or FP32.  activation: 0 silu, 1 sigmoid.
 // partial: [partial_rows][D] FP32 scratch, needed where dweight is and partial_rows > 1.
+// The bits of dweight follow from partial_rows and waves (gated_rmsnorm_bwd.h).
 // None for dx, dz or dweight: that gradient is not wanted. Nothing is written where there are no rows.
 void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dz, ffi::Optional<ffi::TensorView> dweight,
          ffi::Optional<ffi::TensorView> partial, ffi::TensorView dy, ffi::TensorView x, ffi::TensorView z,
-         ffi::TensorView weight, double eps, int64_t activation, int64_t partial_rows) {
+         ffi::TensorView weight, double eps, int64_t activation, int64_t partial_rows, int64_t waves) {
   const DLDevice device = cuda_device(x, "x");
   GatedRmsnormBwd p = {};
   p.rows = check_x(x);
@@ -20,9 +21,7 @@ void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dz, f
   p.z_strides = check_like_x(z, "z", x);
   p.weight_fp32 = check_weight(weight, x);
   p.sigmoid = is_sigmoid(activation);
-  if (partial_rows < 1 || partial_rows > INT32_MAX) {
-    TVM_FFI_THROW(ValueError) << "partial_rows is " << partial_rows << "; needs 1 to 2^31 - 1";
-  }
+  check_waves(partial_rows, waves);
   if (dx.has_value()) {
     p.dx_strides = check_like_x(dx.value(), "dx", x);
     p.dx = dx.value().data_ptr();
@@ -43,6 +42,7 @@ void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dz, f
   p.z = z.data_ptr();
   p.weight = weight.data_ptr();
   p.partial_rows = partial_rows;
+  p.waves = static_cast<int>(waves);
   p.heads = static_cast<int>(x.size(1));
   p.head_dim = static_cast<int>(x.size(2));
   p.eps = static_cast<float>(eps);

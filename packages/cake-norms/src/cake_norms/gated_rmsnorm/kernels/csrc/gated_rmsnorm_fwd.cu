@@ -1,29 +1,31 @@
 // gated_rmsnorm forward: y = x r w act(z), r = 1 / sqrt(mean(x^2) + eps) over the D elements of a row, act = silu or
 // sigmoid (norms spec, 3.3, 3.5, 7.6).
 //
-// Grid: one CTA per kUnroll * 1024 / D consecutive rows; a lane has kUnroll rows, whose loads are all issued first.
-// Rows past the end hold zeros and write nothing, so every lane reaches the shuffles. No shared memory, no barrier.
-// Bits depend on the row, its gate, the weight and eps only.
+// Grid: one CTA of 128 threads per kUnroll * 1024 / D consecutive rows; a lane has kUnroll rows, whose loads are all
+// issued first. Rows past the end hold zeros and write nothing, so every lane reaches the shuffles. No shared memory,
+// no barrier. Bits depend on the row, its gate, the weight and eps only.
+#include "cake/v1/launch.h"
 #include "gated_rmsnorm_fwd.h"
 #include "gated_rows.cuh"
 
 namespace cake::norms {
 namespace {
 
-constexpr int kUnroll = 4;  // rows per lane
+constexpr int kUnroll = 2;  // rows of a lane
+constexpr int kThreads = 128;
 
 template <int D, bool kSigmoid>
-__global__ __launch_bounds__(GateTile<D>::kThreads) void gated_rmsnorm_fwd(const __grid_constant__ GatedRmsnormFwd p) {
-  using Tile = GateTile<D>;
+__global__ __launch_bounds__(kThreads) void gated_rmsnorm_fwd(const __grid_constant__ GatedRmsnormFwd p) {
+  using Tile = GateTile<D, kThreads>;
   const int lane = threadIdx.x % Tile::kLanes;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kUnroll * Tile::kRows) + threadIdx.x / Tile::kLanes;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kUnroll * Tile::kGroups) + threadIdx.x / Tile::kLanes;
   RowCursor at(static_cast<uint32_t>(first), p.heads);
 
   uint4 x[kUnroll], z[kUnroll];
   int64_t y_vec[kUnroll];
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const bool active = first + u * Tile::kRows < p.rows;
+    const bool active = first + u * Tile::kGroups < p.rows;
     x[u] = active ? load_bf16x8(p.x, at.vec(p.x_strides) + lane) : make_uint4(0, 0, 0, 0);
     z[u] = active ? load_bf16x8(p.z, at.vec(p.z_strides) + lane) : make_uint4(0, 0, 0, 0);
     y_vec[u] = at.vec(p.y_strides) + lane;
@@ -46,20 +48,17 @@ __global__ __launch_bounds__(GateTile<D>::kThreads) void gated_rmsnorm_fwd(const
       const float n = __fmul_rn(xf[e], r);
       xf[e] = __fmul_rn(__fmul_rn(n, w[e]), Gate<kSigmoid>(zf[e]).act);
     }
-    if (first + u * Tile::kRows < p.rows) store_bf16x8(p.y, y_vec[u], narrow(xf));
+    if (first + u * Tile::kGroups < p.rows) store_bf16x8(p.y, y_vec[u], narrow(xf));
   }
 }
 
 template <int D>
-void launch(GatedRmsnormFwd p, cudaStream_t stream) {
-  using Tile = GateTile<D>;
-  constexpr int kRowsPerCta = kUnroll * Tile::kRows;
-  p.step = row_step(Tile::kRows, p.heads);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((p.rows + kRowsPerCta - 1) / kRowsPerCta));
-  config.blockDim = dim3(Tile::kThreads);
-  config.stream = stream;
-  (void)cudaLaunchKernelEx(&config, p.sigmoid ? &gated_rmsnorm_fwd<D, true> : &gated_rmsnorm_fwd<D, false>, p);
+void launch_with(GatedRmsnormFwd p, cudaStream_t stream) {
+  using Tile = GateTile<D, kThreads>;
+  constexpr int kRowsPerCta = kUnroll * Tile::kGroups;
+  p.step = row_step(Tile::kGroups, p.heads);
+  const Shape shape = {static_cast<unsigned>((p.rows + kRowsPerCta - 1) / kRowsPerCta), Tile::kThreads};
+  (void)launch(p.sigmoid ? &gated_rmsnorm_fwd<D, true> : &gated_rmsnorm_fwd<D, false>, shape, stream, p);
 }
 
 }  // namespace
@@ -67,11 +66,11 @@ void launch(GatedRmsnormFwd p, cudaStream_t stream) {
 void launch_gated_rmsnorm_fwd(const GatedRmsnormFwd& p, cudaStream_t stream) {
   switch (p.head_dim) {
     case 64:
-      return launch<64>(p, stream);
+      return launch_with<64>(p, stream);
     case 128:
-      return launch<128>(p, stream);
+      return launch_with<128>(p, stream);
     case 256:
-      return launch<256>(p, stream);
+      return launch_with<256>(p, stream);
   }
 }
 

@@ -1,8 +1,8 @@
 // Rows of the gated norm: what its forward and its backward share.
 //
 // An operand is [tokens][heads][D] with its own token and head stride (the gate is a column slice of a projection).
-// Row i is head i % heads of token i / heads. A row lies on D / 8 lanes with one vector of 16 bytes each; a CTA of 128
-// threads has 1024 / D rows at a time. Row sums: one FMA chain over a lane's 8 elements, then sum_lanes.
+// Row i is head i % heads of token i / heads. A row lies on D / 8 lanes with one vector of 16 bytes each. Row sums: one
+// FMA chain over a lane's 8 elements, then sum_lanes.
 #pragma once
 
 #include <cstdint>
@@ -13,23 +13,21 @@
 
 namespace cake::norms {
 
-template <int D>
+template <int D, int kCtaThreads>
 struct GateTile {
-  static constexpr int kThreads = 128;
-  static constexpr int kLanes = D / kVec;          // of one row
-  static constexpr int kRows = kThreads / kLanes;  // of one step of a CTA
+  static constexpr int kThreads = kCtaThreads;
+  static constexpr int kLanes = D / kVec;            // of one row
+  static constexpr int kGroups = kThreads / kLanes;  // lane groups, a row each
   static_assert(kLanes <= kWarp, "a row does not leave its warp");
-  static_assert(kRows == 1024 / D, "the partition of the plan");
 };
 
 // A row as (token, head), moved by a fixed number of rows without a division.
 struct RowCursor {
-  int64_t token;
-  int head;
+  uint32_t token, head;
 
   __device__ __forceinline__ RowCursor(uint32_t row, uint32_t heads) : token(row / heads), head(row % heads) {}
 
-  __device__ __forceinline__ void advance(const RowStep& step, int heads) {
+  __device__ __forceinline__ void advance(const RowStep& step, uint32_t heads) {
     token += step.tokens;
     head += step.heads;
     if (head >= heads) {
@@ -40,7 +38,8 @@ struct RowCursor {
 
   // 16-byte vectors between the start of `rows` and this row.
   __device__ __forceinline__ int64_t vec(const RowStrides& rows) const {
-    return token * rows.token_vecs + head * rows.head_vecs;
+    return static_cast<int64_t>(static_cast<uint64_t>(token) * rows.token_vecs +
+                                static_cast<uint64_t>(head) * rows.head_vecs);
   }
 };
 

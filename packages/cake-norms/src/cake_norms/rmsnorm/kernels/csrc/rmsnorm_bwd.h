@@ -19,13 +19,19 @@ struct RmsnormBwd {
   int64_t dx_vecs;     // row strides in 16-byte vectors of 8 elements
   int64_t dy_vecs;
   int64_t x_vecs;
-  int64_t partial_rows;  // CTAs: CTA i owns rows floor(i rows / partial_rows) to floor((i + 1) rows / partial_rows)
+  int64_t partial_rows;  // CTAs
+  int waves;             // parts of the rows, floor(w rows / waves) to floor((w + 1) rows / waves); each has
+                         // C = partial_rows / waves CTAs, the c-th of which takes the steps c, c + C, c + 2 C, ...
   int hidden;            // multiple of 8
   int vectors;           // V of the row's layout, 1 .. 4
   int threads_per_row;   // power of two up to 32, or a multiple of 32 up to 512
-  int row_groups;        // rows that a CTA has in work at a time
+  int row_groups;        // rows of one step of a CTA
   bool weight_fp32;
   bool dweight_fp32;
+  // Set by the launcher.
+  int wave_ctas;          // partial_rows / waves
+  int stages;             // rows of a group in the ring, 1 to 3
+  bool weight_in_shared;  // the FP32 weight fits into shared memory too
 };
 
 void launch_rmsnorm_bwd(const RmsnormBwd& p, cudaStream_t stream);

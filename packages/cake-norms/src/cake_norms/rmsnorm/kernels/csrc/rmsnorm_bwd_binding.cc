@@ -1,4 +1,4 @@
-// run(dx, dweight, partial, dy, x, weight, rstd, vectors, threads_per_row, row_groups, partial_rows)
+// run(dx, dweight, partial, dy, x, weight, rstd, vectors, threads_per_row, row_groups, partial_rows, waves)
 #include "cake/v1/ffi.h"
 #include "rmsnorm_bwd.h"
 #include "rmsnorm_layout.h"
@@ -6,12 +6,23 @@
 namespace cake::norms {
 namespace {
 
+// ValueError unless the rows side by side in a CTA are whole warps and fit.
+void check_groups(int64_t row_groups, int64_t vectors, int64_t threads_per_row) {
+  const int64_t most = (vectors == 1 ? 1024 : 512) / threads_per_row;
+  if (row_groups < 1 || row_groups > most || row_groups * threads_per_row % 32 != 0) {
+    TVM_FFI_THROW(ValueError) << "row_groups is " << row_groups << " of " << threads_per_row
+                              << " threads; needs whole warps and at most " << most << " groups";
+  }
+}
+
 // dx, dy, x: [rows][hidden] BF16.  dweight, weight: [hidden], each BF16 or FP32.  rstd: [rows] FP32 of the forward.
 // partial: [partial_rows][hidden] FP32 scratch, needed where dweight is and partial_rows > 1.
+// The bits of dweight follow from row_groups, partial_rows and waves (rmsnorm_bwd.h).
 // None for dx or dweight: that gradient is not wanted. Nothing is written where there are no rows.
 void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dweight,
          ffi::Optional<ffi::TensorView> partial, ffi::TensorView dy, ffi::TensorView x, ffi::TensorView weight,
-         ffi::TensorView rstd, int64_t vectors, int64_t threads_per_row, int64_t row_groups, int64_t partial_rows) {
+         ffi::TensorView rstd, int64_t vectors, int64_t threads_per_row, int64_t row_groups, int64_t partial_rows,
+         int64_t waves) {
   const DLDevice device = cuda_device(x, "x");
   check_x(x);
   check_like_x(dy, "dy", x);
@@ -19,10 +30,9 @@ void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dweig
   const int64_t rows = x.size(0), hidden = x.size(1);
   RmsnormBwd p = {};
   p.weight_fp32 = check_weight(weight, x);
-  check_layout(hidden, vectors, threads_per_row, row_groups);
-  if (partial_rows < 1 || partial_rows > INT32_MAX) {
-    TVM_FFI_THROW(ValueError) << "partial_rows is " << partial_rows << "; needs 1 to 2^31 - 1";
-  }
+  check_layout(hidden, vectors, threads_per_row);
+  check_groups(row_groups, vectors, threads_per_row);
+  check_waves(partial_rows, waves);
   p.dy_vecs = stride_vecs(dy, "dy", 0);
   p.x_vecs = stride_vecs(x, "x", 0);
   if (dx.has_value()) {
@@ -43,6 +53,7 @@ void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dweig
   p.rstd = data<float>(rstd);
   p.rows = rows;
   p.partial_rows = partial_rows;
+  p.waves = static_cast<int>(waves);
   p.hidden = static_cast<int>(hidden);
   p.vectors = static_cast<int>(vectors);
   p.threads_per_row = static_cast<int>(threads_per_row);

@@ -18,9 +18,9 @@ struct RmsnormFwd {
   int hidden;           // multiple of 8
   int vectors;          // V of the row's layout, 1 .. 4
   int threads_per_row;  // power of two up to 32, or a multiple of 32 up to 512
-  int rows_per_cta;
   float eps;
   bool weight_fp32;
+  int groups;  // set by the launcher: groups of threads_per_row lanes in a CTA
 };
 
 void launch_rmsnorm_fwd(const RmsnormFwd& p, cudaStream_t stream);

@@ -1,6 +1,4 @@
 // run(y, rstd, x, weight, eps, vectors, threads_per_row)
-#include <algorithm>
-
 #include "cake/v1/ffi.h"
 #include "rmsnorm_fwd.h"
 #include "rmsnorm_layout.h"
@@ -17,10 +15,9 @@ void run(ffi::TensorView y, ffi::TensorView rstd, ffi::TensorView x, ffi::Tensor
   check_like_x(y, "y", x);
   check_rstd(rstd, x);
   const int64_t rows = x.size(0), hidden = x.size(1);
-  const int64_t rows_per_cta = std::max<int64_t>(1, 256 / std::max<int64_t>(1, threads_per_row));
   RmsnormFwd p = {};
   p.weight_fp32 = check_weight(weight, x);
-  check_layout(hidden, vectors, threads_per_row, rows_per_cta);
+  check_layout(hidden, vectors, threads_per_row);
   p.y_vecs = stride_vecs(y, "y", 0);
   p.x_vecs = stride_vecs(x, "x", 0);
   if (rows == 0) return;
@@ -32,7 +29,6 @@ void run(ffi::TensorView y, ffi::TensorView rstd, ffi::TensorView x, ffi::Tensor
   p.hidden = static_cast<int>(hidden);
   p.vectors = static_cast<int>(vectors);
   p.threads_per_row = static_cast<int>(threads_per_row);
-  p.rows_per_cta = static_cast<int>(rows_per_cta);
   p.eps = static_cast<float>(eps);
   DeviceGuard guard(device);
   launch_rmsnorm_fwd(p, stream_of(device));

@@ -40,8 +40,8 @@ inline void check_rstd(const ffi::TensorView& rstd, const ffi::TensorView& x) {
   check_device(rstd, "rstd", x.device());
 }
 
-// ValueError unless a row fits on its lanes and the rows side by side in a CTA end with a whole warp.
-inline void check_layout(int64_t hidden, int64_t vectors, int64_t threads_per_row, int64_t rows_per_cta) {
+// ValueError unless a row fits on its lanes.
+inline void check_layout(int64_t hidden, int64_t vectors, int64_t threads_per_row) {
   if (vectors < 1 || vectors > 4) TVM_FFI_THROW(ValueError) << "vectors is " << vectors << "; needs 1 to 4";
   const bool below_a_warp = threads_per_row >= 1 && threads_per_row <= 32 && 32 % threads_per_row == 0;
   const bool whole_warps = threads_per_row >= 32 && threads_per_row <= 512 && threads_per_row % 32 == 0;
@@ -52,11 +52,6 @@ inline void check_layout(int64_t hidden, int64_t vectors, int64_t threads_per_ro
   if (vectors * threads_per_row * 8 < hidden) {
     TVM_FFI_THROW(ValueError) << "vectors * threads_per_row * 8 is " << vectors * threads_per_row * 8
                               << "; needs at least the hidden size " << hidden;
-  }
-  const bool fits = rows_per_cta == 1 || (rows_per_cta > 1 && rows_per_cta <= 256 / threads_per_row);
-  if (!fits || rows_per_cta * threads_per_row % 32 != 0) {
-    TVM_FFI_THROW(ValueError) << "row_groups is " << rows_per_cta << " of " << threads_per_row
-                              << " threads; needs whole warps, and at most 256 threads for more than one group";
   }
 }
 

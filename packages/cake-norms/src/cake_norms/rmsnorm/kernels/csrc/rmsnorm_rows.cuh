@@ -15,7 +15,7 @@
 namespace cake::norms {
 
 struct RowTile {
-  static constexpr int kMaxThreads = 512;  // per row and per CTA
+  static constexpr int kMaxThreads = 512;  // per row, and per CTA unless the row lies in one warp
   static constexpr int kMaxWarps = kMaxThreads / kWarp;
   static constexpr int kMaxVectors = 4;
 };
@@ -29,7 +29,7 @@ struct Lane {
       : row(threadIdx.x / threads_per_row),
         lane(threadIdx.x % threads_per_row),
         warp(lane / kWarp),
-        barrier(1 + row) {}  // at most 4 rows of more than 32 lanes in a CTA: barriers 1 to 4
+        barrier(1 + row) {}  // at most 8 rows of more than 32 lanes in a CTA: barriers 1 to 8
 };
 
 template <int V>
@@ -42,8 +42,8 @@ __device__ __forceinline__ void load_row(uint4 (&held)[V], const void* base, int
   }
 }
 
-// This lane's part of the weight, which every row multiplies with: BF16 stays packed in registers, FP32 is read from
-// the L1 cache again for each row (its registers would not fit beside the row).
+// This lane's part of the weight, which every row multiplies with. BF16 stays packed in registers. FP32 is read again
+// for each row (its registers would not fit beside the row), from global memory or from a copy in shared memory.
 template <typename W, int V>
 class Weight;
 
@@ -67,19 +67,33 @@ template <int V>
 class Weight<float, V> {
  public:
   __device__ __forceinline__ Weight(const void* base, int lane, int threads, int vecs)
-      : base_(static_cast<const float*>(base)), lane_(lane), threads_(threads), vecs_(vecs) {}
+      : base_(static_cast<const float4*>(base)), lane_(lane), threads_(threads), vecs_(vecs) {}
+
+  // From now on reads the copy in `shared`, vecs * 32 bytes. All threads of the CTA call it; they meet at barrier 0.
+  __device__ __forceinline__ void copy_to(float4* shared) {
+    for (int i = threadIdx.x; i < 2 * vecs_; i += blockDim.x) {
+      shared[i % 2 * vecs_ + i / 2] = base_[i];  // [half][vector]: neighbouring lanes read neighbouring 16 bytes
+    }
+    __syncthreads();
+    base_ = shared;
+    vec_step_ = 1;
+    half_step_ = vecs_;
+  }
+
   __device__ __forceinline__ void get(int v, float (&w)[kVec]) const {
     const int vec = v * threads_ + lane_;
+    float4 low = make_float4(0.f, 0.f, 0.f, 0.f), high = low;
     if (vec < vecs_) {
-      load_constant(base_, vec, w);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) w[e] = 0.f;
+      low = base_[vec * vec_step_];
+      high = base_[vec * vec_step_ + half_step_];
     }
+    w[0] = low.x, w[1] = low.y, w[2] = low.z, w[3] = low.w;
+    w[4] = high.x, w[5] = high.y, w[6] = high.z, w[7] = high.w;
   }
 
  private:
-  const float* base_;
+  const float4* base_;
+  int vec_step_ = 2, half_step_ = 1;
   int lane_, threads_, vecs_;
 };
 

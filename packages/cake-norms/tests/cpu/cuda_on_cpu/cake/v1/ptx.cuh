@@ -22,6 +22,34 @@ inline void bar_sync(int id, int threads) {
   cuda_on_cpu::arrive(cuda_on_cpu::cta->barriers[id], threads);
 }
 
+// A copy arrives as late as it may: in cp_async_wait, or never. Until then its 16 bytes are NaN.
+inline void cp_async_16(void* shared, const void* global, bool wanted) {
+  auto& copies = cuda_on_cpu::lane().open;
+  copies.push_back({shared, wanted ? global : nullptr});
+  std::memset(shared, 0xff, 16);
+}
+inline void cp_async_commit() {
+  auto& lane = cuda_on_cpu::lane();
+  lane.groups.push_back(std::exchange(lane.open, {}));
+}
+template <int kPending>
+void cp_async_wait() {
+  auto& groups = cuda_on_cpu::lane().groups;
+  while (groups.size() > kPending) {
+    for (const auto& copy : groups.front()) {
+      if (copy.from != nullptr) {
+        std::memcpy(copy.to, copy.from, 16);
+      } else {
+        std::memset(copy.to, 0, 16);
+      }
+    }
+    groups.pop_front();
+  }
+}
+
+inline void launch_dependents() {}
+inline void wait_for_the_kernel_before() {}
+
 inline void forget(uint4&) {}
 
 }  // namespace cake::ptx

@@ -1,0 +1,59 @@
+"""Operands and SHA-256 of the outputs that are promised not to change: the frozen bits of the CUDA kernels.
+
+Lanes, partitions and the order of every sum are part of what ``det`` promises between releases. A release that changes
+one of these hashes changes results bit for bit, and says so in its changelog.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["EPS", "GATED_RMSNORM", "RMSNORM", "digest", "uniform"]
+
+EPS = 1e-6
+
+# (rows, H, weight) -> hashes of y, rstd, dx, dweight. One of each kind of row: below a warp, a warp, several warps with
+# 2, 3 and 4 vectors a lane; one and several partial rows. They are IEEE arithmetic alone, so every architecture and the
+# emulation on the CPU have them.
+RMSNORM: dict[tuple[int, int, str], tuple[str, str, str, str]] = {
+    (37, 8, "fp32"): ("bd10f16b2a134147", "e37becd9fea48870", "34baee3ad934c6f6", "309180437e3bc935"),
+    (300, 128, "bf16"): ("ebeecffc3c462397", "1ce38348fad7b1dd", "583e9397538c6403", "8936107ac90b687e"),
+    (133, 256, "fp32"): ("a71206bd1acc724a", "91456f2f4c7102e1", "ed5d0b6d8f4d4ab1", "9cfdd267546ee3e6"),
+    (133, 1000, "bf16"): ("9f9af2848988e5fe", "5057dbb6bdc9b0b2", "51ccbb7d5d6a3837", "602105d78534c62b"),
+    (40, 1536, "fp32"): ("35149b4f59098fef", "e842b6eac73ec1d2", "c635d9d42a50b7d4", "5b9abdd483ef1c78"),
+    (40, 2048, "bf16"): ("fe6f95b1f6a8408d", "e0de77f7a96197aa", "7900ae2a396fbd26", "817095c6b885a0c2"),
+    (40, 2304, "fp32"): ("3921be939a164f50", "c6a827d5dfc93b82", "4592fb1212259615", "7f463e67ec187a4c"),
+    (40, 2560, "bf16"): ("424ddbd3b9c36653", "352fa8bcee3d506c", "76d50dfeba835550", "fa90266a1fb42fb6"),
+    (40, 4096, "fp32"): ("ed262c14949b7fd7", "48c2408713be9c20", "de4e15f0e5219f1a", "a50e27561cf9683e"),
+    (9, 7168, "bf16"): ("abd0ef66957ab526", "c0745026758039c3", "cdf7ab551cbc47d3", "1f624a99e365bcaf"),
+    (5, 16384, "fp32"): ("af83004a488ccb8f", "6aa8602b8b78abc9", "71ccf9c80ec49545", "e352fc15d0751f1d"),
+}
+
+# (tokens, heads, D, activation, weight) -> hashes of y, dx, dz, dweight. ex2.approx and rcp.approx are in them: they
+# are promised for devices of compute capability 9.0.
+GATED_RMSNORM: dict[tuple[int, int, int, str, str], tuple[str, str, str, str]] = {
+    (7, 3, 64, "sigmoid", "bf16"): ("", "", "", ""),
+    (133, 12, 128, "silu", "fp32"): ("", "", "", ""),
+    (700, 32, 128, "silu", "bf16"): ("", "", "", ""),
+    (133, 4, 256, "sigmoid", "fp32"): ("", "", "", ""),
+}
+
+
+def uniform(*shape: int, seed: int) -> Tensor:
+    """BF16 values in [-2, 2) from integer arithmetic alone, the same with every torch and on every machine."""
+    count = torch.Size(shape).numel()
+    h = (torch.arange(count, dtype=torch.int64) * 2654435761 + seed * 40503) & 0xFFFFFFFF
+    h = ((h ^ (h >> 15)) * 739982445) & 0xFFFFFFFF
+    h ^= h >> 12
+    return ((h.double() / 2**30) - 2).bfloat16().view(shape)
+
+
+def digest(outputs: Iterable[Tensor]) -> tuple[str, ...]:
+    """The first 16 hex digits of the SHA-256 of each tensor's elements, in memory order of a dense copy."""
+    dense = (output.detach().cpu().contiguous().view(-1).view(torch.uint8) for output in outputs)
+    return tuple(hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()[:16] for raw in dense)
