@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import timeit
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def cost(call: Callable[[], object]) -> float:
     """Microseconds, the best of many short runs: what comes in between does not count."""
-    return min(timeit.repeat(call, number=200, repeat=50)) / 200 * 1e6
+    return min(timeit.repeat(call, number=100, repeat=20)) / 100 * 1e6
 
 
 def operands(*shapes: tuple[int, ...], grad: bool) -> list[Tensor]:
@@ -66,7 +67,7 @@ def gated(grad: bool) -> Callable[[], Tensor]:
     return lambda: rmsnorm_gate(x, z, w)
 
 
-@pytest.mark.parametrize(("grad", "bound"), [(False, 10.0), (True, 15.0)], ids=["no-grad", "autograd"])
+@pytest.mark.parametrize(("grad", "bound"), [(False, 9.5), (True, 14.0)], ids=["no-grad", "autograd"])
 @pytest.mark.parametrize("op", [rmsnorm, gated])
 def test_a_forward_call_costs_the_host_little(
     launches: list[int], op: Callable[[bool], Callable[[], Tensor]], grad: bool, bound: float
@@ -74,7 +75,7 @@ def test_a_forward_call_costs_the_host_little(
     """On a host where a Python call takes 25 ns; the call of the program is not in it."""
     call = op(grad)
     assert call().requires_grad == grad
-    slower = max(1.0, cost(lambda: launches) / 0.025)
-    launches[0] = 0
-    assert cost(call) <= bound * slower
-    assert launches[0] == 200 * 50
+    # Both of one round on the same busy or idle machine, and the median of some rounds.
+    found = median(cost(call) / max(1.0, cost(lambda: launches) / 0.025) for _ in range(9))
+    assert found <= bound
+    assert launches[0] == 1 + 9 * 100 * 20
