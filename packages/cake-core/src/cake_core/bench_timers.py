@@ -89,7 +89,8 @@ def captured(run: Callable[[], Any], warmups: int = 3) -> Callable[[], Any]:
     """``run`` as a CUDA graph of the current device: a call replays it and returns the outputs of the capture.
 
     Args:
-        run: takes no arguments and keeps its operands; whatever it loads or compiles has to happen in the warm-ups.
+        run: takes no arguments and keeps its operands, as long as what is returned here lives; whatever it loads or
+            compiles has to happen in the warm-ups.
         warmups: calls on a side stream before the capture.
 
     Raises: what ``run`` raises, and RuntimeError for work that cannot be captured.
@@ -107,8 +108,11 @@ def captured(run: Callable[[], Any], warmups: int = 3) -> Callable[[], Any]:
     with cuda.graph(graph):
         outputs = run()
 
+    # The graph reads the memory of the operands and does not own it: the call that does lives as long.
+    kept = (run, outputs)
+
     def replay() -> Any:
         graph.replay()
-        return outputs
+        return kept[1]
 
     return replay

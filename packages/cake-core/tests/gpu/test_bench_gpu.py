@@ -28,6 +28,21 @@ def test_a_captured_call_replays_on_new_contents() -> None:
     assert first.eq(6).all()
 
 
+def test_a_captured_call_keeps_its_operands() -> None:
+    """A graph owns no operand: memory that is freed and given to the next tensor would be read in its place."""
+    x = torch.ones(1 << 20, device="cuda")
+    alive = weakref.ref(x)
+    run = captured(functools.partial(torch.mul, x, 2))
+    del x
+    gc.collect()
+    assert alive() is not None
+    torch.full((1 << 20,), 5.0, device="cuda")
+    assert run().eq(2).all()
+    del run
+    gc.collect()
+    assert alive() is None
+
+
 def test_no_operand_outlives_its_shape() -> None:
     """A run over a table of shapes needs the memory of two of them."""
     x = torch.ones(1 << 20, device="cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import timeit
 from collections.abc import Callable
 from types import ModuleType
@@ -22,14 +23,18 @@ Figure = Callable[..., None]
 Call = Callable[[], object]
 
 
-def cost(call: Call, *, number: int = 200) -> float:
-    """Microseconds, the best of many short runs: what comes in between does not count."""
-    return min(timeit.repeat(call, number=number, repeat=100)) / number * 1e6
+def costs(*calls: Call, number: int = 200, setup: Call = lambda: None) -> list[float]:
+    """Microseconds of each call, the best of many short runs taken in turn: what comes in between does not count, and a
+    host that changes its speed changes it for all of them."""
+    best = [float("inf")] * len(calls)
+    for _ in range(100):
+        for index, call in enumerate(calls):
+            best[index] = min(best[index], timeit.timeit(call, setup=setup, number=number))
+    return [seconds / number * 1e6 for seconds in best]
 
 
-def launch_cost(call: Call) -> float:
-    """The same for calls that launch: few at a time onto an idle device, so that none waits for room in the queue."""
-    return min(timeit.repeat(call, setup=torch.cuda.synchronize, number=20, repeat=200)) / 20 * 1e6
+def cost(call: Call) -> float:
+    return costs(call)[0]
 
 
 @pytest.fixture
@@ -43,11 +48,13 @@ def slower(figure: Figure) -> float:
 def test_scratch_and_outputs_cost_little_more_than_torch_empty(slower: float, figure: Figure) -> None:
     """R63: GPU check 6. 0.2 us without a bound."""
     index = torch.cuda.current_device()
-    empty = cost(lambda: torch.empty(4096, dtype=torch.uint8, device="cuda"))
-    take = cost(lambda: workspace.take("demo", "a", 4096, index))
     shape = (8, 512)
-    empty_2d = cost(lambda: torch.empty(shape, dtype=torch.bfloat16, device="cuda"))
-    output = cost(lambda: workspace.uninitialized(shape, torch.bfloat16, index))
+    empty, take, empty_2d, output = costs(
+        lambda: torch.empty(4096, dtype=torch.uint8, device="cuda"),
+        lambda: workspace.take("demo", "a", 4096, index),
+        lambda: torch.empty(shape, dtype=torch.bfloat16, device="cuda"),
+        lambda: workspace.uninitialized(shape, torch.bfloat16, index),
+    )
     figure(6, "torch.empty", empty, "us")
     figure(6, "take without a bound, above torch.empty", take - empty, "us", "at most 0.2")
     figure(6, "uninitialized, above torch.empty", output - empty_2d, "us", "at most 0.2")
@@ -168,8 +175,9 @@ def test_a_forward_call_costs_the_host_15_us_above_its_launch(
             call()
         (launch,) = launches
         program, arguments = launch.package.function(launch.library, launch.entry), launch.args
-        bare = launch_cost(lambda program=program, arguments=arguments: program(*arguments))
-        above = launch_cost(call) - bare
+        # Few at a time onto an idle device, so that no launch waits for room in the queue.
+        bare, whole = costs(functools.partial(program, *arguments), call, number=20, setup=torch.cuda.synchronize)
+        above = whole - bare
         name += ", autograd" if grad else ", no gradient"
         figure(10, f"launch of {name}", bare, "us")
         figure(10, f"host time above it of {name}", above, "us", "at most 15")

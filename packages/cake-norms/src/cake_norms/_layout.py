@@ -1,7 +1,8 @@
-"""Layouts the CUDA kernels read: a tensor is viewed as rows or as heads where its strides allow it, else copied once.
+"""Layouts the CUDA kernels read: a tensor is passed as it is or as a view where its strides allow it, else copied once.
 
-One access is a 16-byte vector of 8 BF16 elements: the base is 16-byte aligned, the last stride is 1 and every other
-stride that is ever used is a multiple of 8 elements.
+A dense tensor keeps its dimensions, which the programs count themselves: a view costs the host as much as an
+allocation. One access is a 16-byte vector of 8 BF16 elements: the base is 16-byte aligned, the last stride is 1 and
+every other stride that is ever used is a multiple of 8 elements.
 """
 
 from __future__ import annotations
@@ -10,26 +11,26 @@ import torch
 from cake_core.errors import message
 from torch import Tensor
 
-__all__ = ["heads", "heads_in_place", "own_heads", "own_rows", "rows", "rows_in_place", "vector"]
+__all__ = ["heads", "heads_in_place", "rows", "rows_in_place", "vector"]
 
 _ALIGN_BYTES = 16
 _ALIGN_ELEMENTS = 8
 
 
 def rows(value: Tensor, *, expanded: bool = True) -> Tensor:
-    """[..., H] as [rows, H] with one row stride; ``expanded=False`` copies a tensor whose rows share memory."""
+    """[..., H] dense, or [rows, H] with one row stride; ``expanded=False`` copies a tensor whose rows share memory."""
     view = rows_in_place(value)
-    if view is not None and (expanded or view.stride(0) >= view.shape[1]):
+    if view is not None and (expanded or view.is_contiguous() or view.stride(0) >= view.shape[1]):
         return view
-    return _copy(value).view(-1, value.shape[-1])
+    return _copy(value)
 
 
 def rows_in_place(value: Tensor) -> Tensor | None:
-    """[..., H] as [rows, H] without a copy, or None. The stride of a single row is never read."""
+    """[..., H] as ``rows`` without a copy, or None. The stride of a single row is never read."""
     if not _readable(value):
         return None
     if value.is_contiguous():
-        return own_rows(value)
+        return value
     width, strides = value.shape[-1], value.stride()
     if strides[-1] != 1:
         return None
@@ -44,25 +45,20 @@ def rows_in_place(value: Tensor) -> Tensor | None:
     return value.as_strided((count, width), (stride, 1)) if stride % _ALIGN_ELEMENTS == 0 else None
 
 
-def own_rows(value: Tensor) -> Tensor:
-    """A dense and aligned [..., H], such as an output that was just allocated, as [rows, H]."""
-    return value if value.dim() == 2 else value.view(-1, value.shape[-1])
-
-
 def heads(value: Tensor, *, expanded: bool = True) -> Tensor:
-    """[..., heads, D] as [tokens, heads, D]; ``expanded=False`` copies a tensor whose rows share memory."""
+    """[..., heads, D] dense, or [tokens, heads, D] with two strides; ``expanded=False`` as in ``rows``."""
     view = heads_in_place(value)
-    if view is not None and (expanded or min(view.stride()) > 0):
+    if view is not None and (expanded or view.is_contiguous() or min(view.stride()) > 0):
         return view
-    return _copy(value).view(*_head_shape(value))
+    return _copy(value)
 
 
 def heads_in_place(value: Tensor) -> Tensor | None:
-    """[..., heads, D] as [tokens, heads, D] without a copy, or None. Strides of sizes of 1 are never read."""
+    """[..., heads, D] as ``heads`` without a copy, or None. Strides of sizes of 1 are never read."""
     if not _readable(value):
         return None
     if value.is_contiguous():
-        return own_heads(value)
+        return value
     tokens, count, width = _head_shape(value)
     dims, strides = value.dim(), value.stride()
     if strides[-1] != 1:
@@ -80,13 +76,8 @@ def heads_in_place(value: Tensor) -> Tensor | None:
     return value.as_strided((tokens, count, width), (token_stride, head_stride, 1))
 
 
-def own_heads(value: Tensor) -> Tensor:
-    """A dense and aligned [..., heads, D], such as an output that was just allocated, as [tokens, heads, D]."""
-    return value if value.dim() == 3 else value.view(*_head_shape(value))
-
-
 def vector(value: Tensor) -> Tensor:
-    """A 1-D operand as the kernels read it: contiguous and aligned; FP32 may be a negated view, which is copied too."""
+    """A weight or rstd as the kernels read it: contiguous, aligned; FP32 may be a negated view, which is copied too."""
     if value.is_contiguous() and _readable(value) and not value.is_neg():
         return value
     return _copy(value)

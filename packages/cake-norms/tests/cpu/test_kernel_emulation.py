@@ -588,6 +588,57 @@ def test_gate_extremes_give_what_the_definition_says(programs: dict[str, Program
     assert bool(values[5].isnan())
 
 
+# ---- shapes
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (2, 3, 24), (2, 1, 3, 24)])
+def test_dense_operands_of_any_rank_are_rows(programs: dict[str, Program], shape: tuple[int, ...]) -> None:
+    """x as the caller has it beside the same rows in two dimensions, between columns of NaN."""
+    x, dy, w = _randn(*shape, seed=1), _randn(*shape, seed=2), _randn(24, seed=3)
+    flat, flat_dy = (_slice_of_nan(value.view(-1, 24)) for value in (x, dy))
+    y, rstd = _forward(programs["rmsnorm_fwd"], flat, w)
+    dx, dw = _backward(programs["rmsnorm_bwd"], flat_dy, flat, w, rstd)
+    p = plan.plan_backward(len(flat), 24)
+    got_y, got_dx, got_dw = torch.empty_like(x), torch.empty_like(x), torch.empty_like(w)
+    got_rstd = torch.empty(shape[:-1])
+    programs["rmsnorm_fwd"].run(got_y, got_rstd, x, w, EPS, p.vectors, p.threads_per_row)
+    layout = (p.vectors, p.threads_per_row, p.row_groups, p.partial_rows, p.waves)
+    programs["rmsnorm_bwd"].run(got_dx, got_dw, None, flat_dy, x, w, got_rstd, *layout)
+    assert dx is not None
+    assert dw is not None
+    for name, got, want in (("y", got_y, y), ("rstd", got_rstd, rstd), ("dx", got_dx, dx), ("dweight", got_dw, dw)):
+        assert_same_bits(got.view(want.shape), want, name)
+
+
+@pytest.mark.parametrize("shape", [(64,), (6, 64), (2, 3, 64), (2, 1, 3, 64), (1, 2, 2, 3, 64)])
+def test_dense_gated_operands_of_any_rank_are_heads(programs: dict[str, Program], shape: tuple[int, ...]) -> None:
+    """x dense, z a slice with the strides of its own: both count tokens and heads alike."""
+    heads = shape[-2] if len(shape) > 2 else 1
+    x, dy, w = _randn(*shape, seed=1), _randn(*shape, seed=2), 1 + _randn(64, seed=3)
+    z = _slice_of_nan(_randn(x.numel() // (64 * heads), heads, 64, seed=4))
+    flat, flat_dy = x.view(z.shape), dy.view(z.shape)
+    y, got_y = torch.empty_like(flat), torch.empty_like(x)
+    programs["gated_rmsnorm_fwd"].run(y, flat, z, w, EPS, 0)
+    programs["gated_rmsnorm_fwd"].run(got_y, x, z, w, EPS, 0)
+    assert_same_bits(got_y.view(y.shape), y, "y")
+    want = _gate_backward(programs["gated_rmsnorm_bwd"], flat_dy, flat, z, w, 0)
+    got = {"dx": torch.empty_like(x), "dz": torch.empty_like(x), "dweight": torch.empty_like(w)}
+    programs["gated_rmsnorm_bwd"].run(*got.values(), None, dy, x, z, w, EPS, 0, 1, 1)
+    for name, value in got.items():
+        other = want[name]
+        assert other is not None
+        assert_same_bits(value.view(other.shape), other, name)
+
+
+def test_a_strided_operand_of_another_rank_is_refused(programs: dict[str, Program]) -> None:
+    x, w = _slice_of_nan(_randn(2, 3, 64, seed=1)), torch.zeros(64)
+    with pytest.raises(ValueError, match="x is not contiguous"):
+        programs["rmsnorm_fwd"].run(torch.empty(2, 3, 64).bfloat16(), torch.empty(2, 3), x, w, EPS, 1, 8)
+    wide = _slice_of_nan(_randn(2, 2, 3, 64, seed=1))
+    with pytest.raises(ValueError, match="x is not contiguous"):
+        programs["gated_rmsnorm_fwd"].run(torch.empty(2, 2, 3, 64).bfloat16(), wide, wide, w, EPS, 0)
+
+
 # ---- memory and misuse
 
 
@@ -678,8 +729,8 @@ def _rmsnorm_call(**change: Any) -> list[Any]:
         ({"x": torch.zeros(5, 68, dtype=torch.bfloat16)[:, :64]}, r"x.stride\(0\) is 68"),
         ({"x": torch.zeros(5, 128, dtype=torch.bfloat16)[:, ::2]}, r"x.stride\(1\) is 2"),
         ({"x": torch.zeros(5 * 64 + 8, dtype=torch.bfloat16)[4:324].view(5, 64)}, "x starts 8 bytes past"),
-        ({"y": torch.zeros(4, 64, dtype=torch.bfloat16)}, r"y.shape\[0\] is 4; needs 5"),
-        ({"rstd": torch.zeros(6)}, r"rstd.shape\[0\] is 6; needs 5"),
+        ({"y": torch.zeros(4, 64, dtype=torch.bfloat16)}, "y has 4 rows of 64; needs 5 of 64"),
+        ({"rstd": torch.zeros(6)}, "rstd has 6 elements; needs 5"),
         ({"weight": torch.zeros(64, dtype=torch.float16)}, "weight is"),
         ({"weight": torch.zeros(65)[1:]}, "weight starts 4 bytes past"),
         ({"vectors": 5}, "vectors is 5"),

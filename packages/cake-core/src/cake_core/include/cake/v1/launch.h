@@ -25,8 +25,7 @@ template <typename P>
 cudaError_t launch(void (*kernel)(P), const Shape& shape, cudaStream_t stream, const P& p,
                    cudaLaunchAttribute* attribute = nullptr) {
   if (shape.shared > kDefaultShared) {
-    const cudaError_t raised =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared);
+    const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared);
     if (raised != cudaSuccess) return raised;
   }
   cudaLaunchConfig_t config = {};

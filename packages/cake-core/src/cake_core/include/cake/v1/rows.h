@@ -8,14 +8,23 @@
 
 namespace cake {
 
-// ValueError unless `view` is BF16 of this rank, its rows (last dimension) are dense and it starts at a multiple of 16
-// bytes.
-inline void check_rows(const ffi::TensorView& view, const char* name, int rank) {
-  check_tensor(view, name, kBF16, rank);
+// ValueError unless `view` is BF16 with at least one dimension, its rows (last dimension) are dense and it starts at a
+// multiple of 16 bytes.
+inline void check_rows(const ffi::TensorView& view, const char* name) {
+  if (view.ndim() == 0) TVM_FFI_THROW(ValueError) << name << " has 0 dimensions; needs at least 1";
+  check_tensor(view, name, kBF16, view.ndim());
   check_aligned(view, name, 16);
-  if (view.size(rank - 1) > 1 && view.stride(rank - 1) != 1) {
-    TVM_FFI_THROW(ValueError) << name << ".stride(" << rank - 1 << ") is " << view.stride(rank - 1) << "; needs 1";
+  const int last = view.ndim() - 1;
+  if (view.size(last) > 1 && view.stride(last) != 1) {
+    TVM_FFI_THROW(ValueError) << name << ".stride(" << last << ") is " << view.stride(last) << "; needs 1";
   }
+}
+
+// The product of the dimensions before `dim`: what they count when they are walked as one.
+inline int64_t leading_size(const ffi::TensorView& view, int dim) {
+  int64_t count = 1;
+  for (int i = 0; i < dim; ++i) count *= view.size(i);
+  return count;
 }
 
 // The stride of `dim` in vectors of 8 elements, 0 where the dimension has one entry and the stride is never used.

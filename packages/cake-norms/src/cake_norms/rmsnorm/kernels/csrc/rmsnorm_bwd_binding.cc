@@ -15,7 +15,8 @@ void check_groups(int64_t row_groups, int64_t vectors, int64_t threads_per_row) 
   }
 }
 
-// dx, dy, x: [rows][hidden] BF16.  dweight, weight: [hidden], each BF16 or FP32.  rstd: [rows] FP32 of the forward.
+// dx, dy, x: [..., hidden] BF16, dense or [rows][hidden] with a row stride.  dweight, weight: [hidden], each BF16 or
+// FP32.  rstd: [rows] FP32 of the forward.
 // partial: [partial_rows][hidden] FP32 scratch, needed where dweight is and partial_rows > 1.
 // The bits of dweight follow from row_groups, partial_rows and waves (rmsnorm_bwd.h).
 // None for dx or dweight: that gradient is not wanted. Nothing is written where there are no rows.
@@ -24,37 +25,34 @@ void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dweig
          ffi::TensorView rstd, int64_t vectors, int64_t threads_per_row, int64_t row_groups, int64_t partial_rows,
          int64_t waves) {
   const DLDevice device = cuda_device(x, "x");
-  check_x(x);
-  check_like_x(dy, "dy", x);
-  check_rstd(rstd, x);
-  const int64_t rows = x.size(0), hidden = x.size(1);
+  const Rows rows = check_x(x);
   RmsnormBwd p = {};
-  p.weight_fp32 = check_weight(weight, x);
-  check_layout(hidden, vectors, threads_per_row);
+  p.x_vecs = rows.stride_vecs;
+  p.dy_vecs = check_like_x(dy, "dy", x, rows);
+  check_rstd(rstd, x, rows);
+  p.weight_fp32 = check_weight(weight, x, rows);
+  check_layout(rows.hidden, vectors, threads_per_row);
   check_groups(row_groups, vectors, threads_per_row);
   check_waves(partial_rows, waves);
-  p.dy_vecs = stride_vecs(dy, "dy", 0);
-  p.x_vecs = stride_vecs(x, "x", 0);
   if (dx.has_value()) {
-    check_like_x(dx.value(), "dx", x);
-    p.dx_vecs = stride_vecs(dx.value(), "dx", 0);
+    p.dx_vecs = check_like_x(dx.value(), "dx", x, rows);
     p.dx = dx.value().data_ptr();
   }
   if (dweight.has_value()) {
-    p.dweight_fp32 = check_fp32_or_bf16(dweight.value(), "dweight", hidden);
+    p.dweight_fp32 = check_fp32_or_bf16(dweight.value(), "dweight", rows.hidden);
     check_device(dweight.value(), "dweight", device);
     p.dweight = dweight.value().data_ptr();
-    if (partial_rows > 1) p.partial = check_partial(partial, partial_rows, hidden, device);
+    if (partial_rows > 1) p.partial = check_partial(partial, partial_rows, rows.hidden, device);
   }
-  if (rows == 0 || (p.dx == nullptr && p.dweight == nullptr)) return;
+  if (rows.count == 0 || (p.dx == nullptr && p.dweight == nullptr)) return;
   p.dy = dy.data_ptr();
   p.x = x.data_ptr();
   p.weight = weight.data_ptr();
   p.rstd = data<float>(rstd);
-  p.rows = rows;
+  p.rows = rows.count;
   p.partial_rows = partial_rows;
   p.waves = static_cast<int>(waves);
-  p.hidden = static_cast<int>(hidden);
+  p.hidden = static_cast<int>(rows.hidden);
   p.vectors = static_cast<int>(vectors);
   p.threads_per_row = static_cast<int>(threads_per_row);
   p.row_groups = static_cast<int>(row_groups);

@@ -6,27 +6,25 @@
 namespace cake::norms {
 namespace {
 
-// y, x: [rows][hidden] BF16.  rstd: [rows] FP32.  weight: [hidden] BF16 or FP32.  eps: on the mean square.
-// vectors, threads_per_row: the layout of a row over its lanes.
+// y, x: [..., hidden] BF16, dense or [rows][hidden] with a row stride.  rstd: [rows] FP32.  weight: [hidden] BF16 or
+// FP32.  eps: on the mean square.  vectors, threads_per_row: the layout of a row over its lanes.
 void run(ffi::TensorView y, ffi::TensorView rstd, ffi::TensorView x, ffi::TensorView weight, double eps,
          int64_t vectors, int64_t threads_per_row) {
   const DLDevice device = cuda_device(x, "x");
-  check_x(x);
-  check_like_x(y, "y", x);
-  check_rstd(rstd, x);
-  const int64_t rows = x.size(0), hidden = x.size(1);
+  const Rows rows = check_x(x);
   RmsnormFwd p = {};
-  p.weight_fp32 = check_weight(weight, x);
-  check_layout(hidden, vectors, threads_per_row);
-  p.y_vecs = stride_vecs(y, "y", 0);
-  p.x_vecs = stride_vecs(x, "x", 0);
-  if (rows == 0) return;
+  p.x_vecs = rows.stride_vecs;
+  p.y_vecs = check_like_x(y, "y", x, rows);
+  check_rstd(rstd, x, rows);
+  p.weight_fp32 = check_weight(weight, x, rows);
+  check_layout(rows.hidden, vectors, threads_per_row);
+  if (rows.count == 0) return;
   p.y = y.data_ptr();
   p.rstd = data<float>(rstd);
   p.x = x.data_ptr();
   p.weight = weight.data_ptr();
-  p.rows = rows;
-  p.hidden = static_cast<int>(hidden);
+  p.rows = rows.count;
+  p.hidden = static_cast<int>(rows.hidden);
   p.vectors = static_cast<int>(vectors);
   p.threads_per_row = static_cast<int>(threads_per_row);
   p.eps = static_cast<float>(eps);

@@ -8,35 +8,58 @@
 
 namespace cake::norms {
 
-// ValueError unless x is [rows][hidden] with a hidden size the kernels serve.
-inline void check_x(const ffi::TensorView& x) {
-  check_rows(x, "x", 2);
-  const int64_t rows = x.size(0), hidden = x.size(1);
+// An operand [..., hidden] as rows: dense with any number of dimensions, or [rows][hidden] with a row stride.
+struct Rows {
+  int64_t count, hidden;
+  int64_t stride_vecs;  // in 16-byte vectors of 8 elements
+};
+
+inline Rows rows_of(const ffi::TensorView& view, const char* name) {
+  check_rows(view, name);
+  const int last = view.ndim() - 1;
+  const int64_t hidden = view.size(last);
   if (hidden < 8 || hidden > 16384 || hidden % 8 != 0) {
-    TVM_FFI_THROW(ValueError) << "x.shape[1] is " << hidden << "; needs a multiple of 8 from 8 to 16384";
+    TVM_FFI_THROW(ValueError) << name << ".shape[" << last << "] is " << hidden
+                              << "; needs a multiple of 8 from 8 to 16384";
   }
-  if (rows > INT32_MAX) TVM_FFI_THROW(ValueError) << "x.shape[0] is " << rows << "; needs less than 2^31 rows";
+  if (view.ndim() == 2) return {view.size(0), hidden, stride_vecs(view, name, 0)};
+  check_dense(view, name);
+  return {leading_size(view, last), hidden, hidden / 8};
 }
 
-// ValueError unless view is another [rows][hidden] operand of x's device.
-inline void check_like_x(const ffi::TensorView& view, const char* name, const ffi::TensorView& x) {
-  check_rows(view, name, 2);
-  check_size(view, name, 0, x.size(0));
-  check_size(view, name, 1, x.size(1));
+// ValueError unless x has rows that the kernels serve.
+inline Rows check_x(const ffi::TensorView& x) {
+  const Rows rows = rows_of(x, "x");
+  if (rows.count > INT32_MAX) TVM_FFI_THROW(ValueError) << "x has " << rows.count << " rows; needs less than 2^31";
+  return rows;
+}
+
+// The row stride of another operand with x's rows on x's device, ValueError when it is none.
+inline int64_t check_like_x(const ffi::TensorView& view, const char* name, const ffi::TensorView& x, const Rows& rows) {
+  const Rows own = rows_of(view, name);
+  if (own.count != rows.count || own.hidden != rows.hidden) {
+    TVM_FFI_THROW(ValueError) << name << " has " << own.count << " rows of " << own.hidden << "; needs " << rows.count
+                              << " of " << rows.hidden << ", as x";
+  }
   check_device(view, name, x.device());
+  return own.stride_vecs;
 }
 
-inline bool check_weight(const ffi::TensorView& weight, const ffi::TensorView& x) {
-  const bool fp32 = check_fp32_or_bf16(weight, "weight", x.size(1));
+inline bool check_weight(const ffi::TensorView& weight, const ffi::TensorView& x, const Rows& rows) {
+  const bool fp32 = check_fp32_or_bf16(weight, "weight", rows.hidden);
   check_aligned(weight, "weight", 16);
   check_device(weight, "weight", x.device());
   return fp32;
 }
 
-inline void check_rstd(const ffi::TensorView& rstd, const ffi::TensorView& x) {
-  check_tensor(rstd, "rstd", kF32, 1);
-  check_size(rstd, "rstd", 0, x.size(0));
+// rstd: one element a row, dense, with any number of dimensions.
+inline void check_rstd(const ffi::TensorView& rstd, const ffi::TensorView& x, const Rows& rows) {
+  check_tensor(rstd, "rstd", kF32, rstd.ndim());
   check_dense(rstd, "rstd");
+  const int64_t count = leading_size(rstd, rstd.ndim());
+  if (count != rows.count) {
+    TVM_FFI_THROW(ValueError) << "rstd has " << count << " elements; needs " << rows.count << ", one a row of x";
+  }
   check_device(rstd, "rstd", x.device());
 }
 
