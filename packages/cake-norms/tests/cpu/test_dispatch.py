@@ -130,14 +130,14 @@ def test_everything_happens_on_the_operands_device_and_stream() -> None:
 
 
 def test_rmsnorm_launches_carry_the_plan_of_the_shape() -> None:
-    """T = 133, H = 256: 32 row groups of 32 lanes, P = min(132, ceil(133 / 64)) = 3 partial rows."""
+    """T = 133, H = 256: 32 row groups of 8 lanes, P = min(132, ceil(133 / 64)) = 3 partial rows."""
     with FakeCuda() as fake, recorded_launches() as launches:
         step(fake, 133, 256)
         step(fake, 32768, 2048)
     forward, backward, wide_forward, wide_backward = [tuple(map(shape_of, launch.args)) for launch in launches]
     rows = (133, 256)
-    assert forward == (rows, (133,), rows, (256,), 1e-6, 1, 32)
-    assert backward == (rows, (256,), (3, 256), rows, rows, (256,), (133,), 1, 32, 32, 3, 1)
+    assert forward == (rows, (133,), rows, (256,), 1e-6, 4, 8)
+    assert backward == (rows, (256,), (3, 256), rows, rows, (256,), (133,), 4, 8, 32, 3, 1)
     assert wide_forward[-2:] == (4, 64)
     assert wide_backward[2] == (132, 2048)
     assert wide_backward[-5:] == (4, 64, 4, 132, 1)

@@ -24,7 +24,9 @@ __all__ = [
 MAX_HIDDEN_SIZE = 16384
 ELEMENTS_PER_VECTOR = 8  # one 16-byte load of BF16
 CTA_VECTORS = 1024  # wanted vectors of one step of a backward CTA
-CTA_THREADS = 512  # its most threads, twice that where a lane has one vector
+CTA_THREADS = 512  # its most threads, and those of a row
+WARP = 32
+MAX_VECTORS = 4
 MAX_CHAIN = 256  # rows that one FP32 accumulator of dweight may add
 WAVE = 132  # CTAs that walk the rows side by side: one on each multiprocessor of an H100 or H200
 
@@ -61,22 +63,25 @@ class BackwardPlan:
 
 @lru_cache(maxsize=256)
 def lanes(hidden_size: int) -> Lanes:
-    """Lanes of a row of ``hidden_size`` elements, a multiple of 8 in 8 ... 16384."""
+    """Lanes of a row of ``hidden_size`` elements, a multiple of 8 up to 16384: fewest idle slots, then more vectors."""
     row_vectors = hidden_size // ELEMENTS_PER_VECTOR
-    if row_vectors <= 32:
-        return Lanes(1, 1 << (row_vectors - 1).bit_length())
-    candidates = ((vectors, 32 * ceil_div(row_vectors, 32 * vectors)) for vectors in (2, 3, 4))
-    fitting = [(v * tpr - row_vectors, -v, v, tpr) for v, tpr in candidates if tpr <= (256 if v == 2 else 512)]
-    _, _, vectors, threads_per_row = min(fitting)  # fewest idle slots, then more vectors
-    return Lanes(vectors, threads_per_row)
+    fitting: list[tuple[int, int, int]] = []
+    for vectors in range(1, MAX_VECTORS + 1):
+        wanted = ceil_div(row_vectors, vectors)
+        threads = 1 << (wanted - 1).bit_length() if wanted <= WARP else WARP * ceil_div(wanted, WARP)
+        if threads <= (CTA_THREADS if vectors > 2 else CTA_THREADS // 2):
+            fitting.append((vectors * threads - row_vectors, -vectors, threads))
+    _, vectors, threads_per_row = min(fitting)
+    return Lanes(-vectors, threads_per_row)
 
 
 @lru_cache(maxsize=1024)
 def plan_backward(rows: int, hidden_size: int) -> BackwardPlan:
     """Partition of ``rows`` >= 1 rows: a function of the two sizes, never of the device."""
     row = lanes(hidden_size)
-    most = CTA_THREADS * (2 if row.vectors == 1 else 1) // row.threads_per_row
-    row_groups = min(most, max(2, ceil_div(CTA_VECTORS, row.vectors * row.threads_per_row)))
+    whole_warps = max(1, WARP // row.threads_per_row)
+    wanted = max(2, ceil_div(CTA_VECTORS, row.vectors * row.threads_per_row))
+    row_groups = min(CTA_THREADS // row.threads_per_row, whole_warps * ceil_div(wanted, whole_warps))
     waves, ctas = cut_into_waves(rows, row_groups, WAVE, MAX_CHAIN)
     return BackwardPlan(row.vectors, row.threads_per_row, row_groups, waves * ctas, waves)
 

@@ -37,10 +37,6 @@
 namespace cake::norms {
 namespace {
 
-// Rows that lie in one warp have no barrier to wait at, but too few bytes each: they take more threads.
-template <int V>
-inline constexpr int kCtaThreads = V == 1 ? 2 * RowTile::kMaxThreads : RowTile::kMaxThreads;
-
 // This lane's slots of the ring, and the row that is fetched into them next.
 template <int V>
 struct Ring {
@@ -84,7 +80,7 @@ struct Ring {
 };
 
 template <int V, typename W, bool kDx, bool kDw>
-__global__ __launch_bounds__(kCtaThreads<V>, 1) void rmsnorm_bwd(const __grid_constant__ RmsnormBwd p) {
+__global__ __launch_bounds__(RowTile::kMaxThreads, 1) void rmsnorm_bwd(const __grid_constant__ RmsnormBwd p) {
   __shared__ float sums[2][RowTile::kMaxWarps];
   ptx::launch_dependents();
   const int threads = p.threads_per_row;

@@ -7,8 +7,8 @@ namespace cake::norms {
 namespace {
 
 // ValueError unless the rows side by side in a CTA are whole warps and fit.
-void check_groups(int64_t row_groups, int64_t vectors, int64_t threads_per_row) {
-  const int64_t most = (vectors == 1 ? 1024 : 512) / threads_per_row;
+void check_groups(int64_t row_groups, int64_t threads_per_row) {
+  const int64_t most = 512 / threads_per_row;
   if (row_groups < 1 || row_groups > most || row_groups * threads_per_row % 32 != 0) {
     TVM_FFI_THROW(ValueError) << "row_groups is " << row_groups << " of " << threads_per_row
                               << " threads; needs whole warps and at most " << most << " groups";
@@ -32,7 +32,7 @@ void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dweig
   check_rstd(rstd, x, rows);
   p.weight_fp32 = check_weight(weight, x, rows);
   check_layout(rows.hidden, vectors, threads_per_row);
-  check_groups(row_groups, vectors, threads_per_row);
+  check_groups(row_groups, threads_per_row);
   check_waves(partial_rows, waves);
   if (dx.has_value()) {
     p.dx_vecs = check_like_x(dx.value(), "dx", x, rows);

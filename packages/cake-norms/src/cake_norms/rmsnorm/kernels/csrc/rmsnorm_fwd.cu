@@ -16,8 +16,8 @@
 namespace cake::norms {
 namespace {
 
-// 16-byte vectors of a CTA, about: 16 KB in flight, several CTAs on a multiprocessor. Rows of 64, 128 or 256 lanes with
-// four vectors each make CTAs of 512 threads, two of which fill a multiprocessor to the last register.
+// 16-byte vectors of a CTA, about: 16 KB in flight, several CTAs on a multiprocessor. Four vectors a lane on a power of
+// two of lanes make CTAs of 512 threads, two of which fill a multiprocessor to the last register.
 constexpr int kCtaVectors = 1024;
 
 template <int V, int U, typename W>
@@ -81,7 +81,7 @@ __global__ __launch_bounds__(RowTile::kMaxThreads) void rmsnorm_fwd(const __grid
 template <int V, int U>
 void launch_with(RmsnormFwd p, cudaStream_t stream) {
   const int group_vectors = V * U * p.threads_per_row;
-  const bool fills = V * U == 4 && p.threads_per_row > kWarp && 512 % p.threads_per_row == 0;
+  const bool fills = V == 4 && U == 1 && 512 % p.threads_per_row == 0;
   p.groups = ((fills ? 4 : 2) * kCtaVectors + group_vectors) / (2 * group_vectors);  // rounded
   if (p.groups < 1) p.groups = 1;
   while (p.groups * p.threads_per_row % kWarp != 0) ++p.groups;

@@ -15,7 +15,7 @@
 namespace cake::norms {
 
 struct RowTile {
-  static constexpr int kMaxThreads = 512;  // per row, and per CTA unless the row lies in one warp
+  static constexpr int kMaxThreads = 512;  // per row and per CTA
   static constexpr int kMaxWarps = kMaxThreads / kWarp;
   static constexpr int kMaxVectors = 4;
 };
