@@ -190,8 +190,8 @@ def test_a_forward_call_costs_the_host_15_us_above_its_launch(op: str, grad: boo
         (launch,) = launches
         program = functools.partial(launch.package.function(launch.library, launch.entry), *launch.args)
         # Few at a time onto an idle device, so that no launch waits for room in the queue.
-        empty, bare, whole, recorded, allocated = costs(
-            lambda: x,
+        empty = cost(lambda: x)
+        bare, whole, recorded, allocated = costs(
             program,
             call,
             functools.partial(Nothing.apply, x, weight),
