@@ -42,11 +42,15 @@ def section(docs: list[dict[str, Any]], op: str) -> str:
     ]
     if means := means_line(docs, op):
         lines += [means, ""]
+    for each in docs[1:]:
+        again = [*dict.fromkeys(row["shape"] for row in each["rows"] if row["op"] == op)]
+        if again and each["git_sha"] != doc["git_sha"]:
+            lines.append(f"* timed again at commit {each['git_sha']}: {', '.join(again)}")
     missing = [one for each in docs for one in each.get("absent", ()) if one["op"] in ("", op)]
     for one in missing:
         what = " ".join(filter(None, (one["impl"], one["version"], one["pass"], one["shape"])))
         lines.append(f"* not timed: {what}: {one['reason']}")
-    return "\n".join([*lines, ""] if missing else lines)
+    return "\n".join([*lines, ""] if lines[-1] else lines)
 
 
 def filled(page: str, docs: list[dict[str, Any]]) -> str:

@@ -11,7 +11,17 @@ from typing import Any
 
 from .errors import message
 
-__all__ = ["Comparison", "comparisons", "geomeans", "label", "markdown_table", "means_line", "newest", "size_of"]
+__all__ = [
+    "Comparison",
+    "comparisons",
+    "geomeans",
+    "label",
+    "markdown_table",
+    "means_line",
+    "newest",
+    "size_of",
+    "without_superseded",
+]
 
 _OURS = "cake"
 _YARDSTICK = "copy"
@@ -90,7 +100,8 @@ def size_of(params: Mapping[str, Any]) -> str:
 
 def newest(results: Path) -> list[dict[str, Any]]:
     """The documents of the latest run below a ``benchmarks/results`` folder: the file with the latest date, then those
-    of the same run in other processes, which share its name up to a last part (``<date>-<sha>.<part>.json``).
+    of the same run in other processes and what was timed again later, which share its name up to a last part
+    (``<date>-<sha>.<part>.json``); superseded comparisons are left out.
 
     Raises: ValueError when there is none.
     """
@@ -99,7 +110,24 @@ def newest(results: Path) -> list[dict[str, Any]]:
     if not whole:
         raise ValueError(message("newest", "results", f"{results.name!r} without a document", "at least one"))
     main = max(whole, key=lambda path: stored[path]["date"])
-    return [stored[main], *(stored[path] for path in stored if _is_part(path, main))]
+    return without_superseded([stored[main], *(stored[path] for path in stored if _is_part(path, main))])
+
+
+def without_superseded(docs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The documents of a run less the comparisons that a later one of them has again, with all their implementations:
+    a shape whose program changed is timed anew beside its peers, and the other shapes are not."""
+    kept: list[dict[str, Any]] = []
+    for doc in docs:
+        later = [one for other in docs if other["date"] > doc["date"] for one in comparisons(other)]
+        again = {(one.op, one.pass_, one.shape): {row["impl"] for row in one.rows} for one in later}
+        rows = [
+            row
+            for one in comparisons(doc)
+            if not again.get((one.op, one.pass_, one.shape), set()) >= {row["impl"] for row in one.rows}
+            for row in one.rows
+        ]
+        kept.append({**doc, "rows": rows})
+    return kept
 
 
 def _is_part(path: Path, main: Path) -> bool:
@@ -138,10 +166,9 @@ def markdown_table(docs: Sequence[Mapping[str, Any]], op: str) -> str:
 def means_line(docs: Sequence[Mapping[str, Any]], op: str) -> str:
     """Our speed over each peer's, in every pass that was timed, as a sentence; empty without peers."""
     means: dict[str, list[str]] = {}
-    for doc in docs:
-        for (of, pass_, peer), mean in geomeans(comparisons(doc)).items():
-            if of == op:
-                means.setdefault(peer, []).append(f"{pass_} {mean:.2f}")
+    for (of, pass_, peer), mean in geomeans(one for doc in docs for one in comparisons(doc)).items():
+        if of == op:
+            means.setdefault(peer, []).append(f"{pass_} {mean:.2f}")
     peers = "; ".join(f"{peer}: {', '.join(values)}" for peer, values in means.items())
     return f"Our speed over a peer's, geometric mean over the shapes where it was timed. {peers}." if peers else ""
 

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cake_core.bench_report import comparisons, geomeans, label, markdown_table, means_line, newest, size_of
+from cake_core.bench_report import (
+    comparisons,
+    geomeans,
+    label,
+    markdown_table,
+    means_line,
+    newest,
+    size_of,
+    without_superseded,
+)
 
 
 def row(impl: str, ms: float, shape: str = "s", **more: Any) -> dict[str, Any]:
@@ -96,3 +105,16 @@ def test_the_newest_run_is_the_latest_date_with_its_other_processes(tmp_path: Pa
     assert [doc["date"][11:16] for doc in newest(tmp_path)] == ["12:00", "12:05"]
     with pytest.raises(ValueError, match="without a document"):
         newest(tmp_path / "nothing")
+
+
+def test_what_was_timed_again_with_all_its_peers_takes_the_place_of_the_older() -> None:
+    """A process that has one peer of several beside ours takes nobody's place."""
+    peers = row("cake", 2.0), row("a", 4.0), row("cake", 2.0, "t"), row("a", 4.0, "t")
+    main = document(*peers)
+    again = document(row("cake", 1.0, "t"), row("a", 4.0, "t"), row("b", 9.0, "t"), date="2026-11-30T11:00:00+00:00")
+    other = document(row("cake", 2.0, "s"), row("b", 3.0, "s"), date="2026-11-30T12:00:00+00:00")
+    kept = without_superseded([main, again, other])
+    assert [len(doc["rows"]) for doc in kept] == [2, 3, 2]
+    assert [one["shape"] for one in kept[0]["rows"]] == ["s", "s"]
+    assert "fwd 2.83" in means_line(kept, "demo"), "one mean over the shapes of both documents"
+    assert main["rows"] == [*peers], "the documents themselves stay as they are"
