@@ -11,7 +11,7 @@ from cake_norms.rmsnorm import plan as rms
 # H -> (vectors of a lane, threads of a row): the normative table of the order of sums.
 LANES = {
     8: (1, 1), 24: (3, 1), 40: (3, 2), 128: (4, 4), 256: (4, 8), 512: (4, 16), 768: (3, 32), 1024: (4, 32),
-    1536: (3, 64), 2048: (4, 64), 2304: (3, 96), 2560: (2, 160), 2880: (4, 96), 4096: (4, 128), 5120: (4, 160),
+    1280: (3, 64), 1536: (3, 64), 2048: (4, 64), 2304: (3, 96), 2560: (2, 160), 2880: (4, 96), 4096: (4, 128), 5120: (4, 160),
     5376: (3, 224), 5632: (4, 192), 6144: (4, 192), 7168: (4, 224), 8192: (4, 256), 16384: (4, 512),
 }  # fmt: skip
 ROW_COUNTS = [*range(1, 3001), 8191, 32768, 2**20, 2**31 - 1]
@@ -29,7 +29,7 @@ def test_the_lanes_of_every_width_cover_the_row() -> None:
         vectors = hidden // 8
         assert lanes.vectors * lanes.threads_per_row >= vectors
         assert 1 <= lanes.vectors <= 4
-        assert lanes.threads_per_row <= (256 if lanes.vectors == 2 else 512)
+        assert lanes.threads_per_row <= {1: 32, 2: 256, 3: 512, 4: 512}[lanes.vectors]
         if lanes.threads_per_row < 32:
             assert lanes.threads_per_row & (lanes.threads_per_row - 1) == 0, "a power of two inside a warp"
         else:

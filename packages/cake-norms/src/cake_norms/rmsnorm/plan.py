@@ -26,7 +26,7 @@ ELEMENTS_PER_VECTOR = 8  # one 16-byte load of BF16
 CTA_VECTORS = 1024  # wanted vectors of one step of a backward CTA
 CTA_THREADS = 512  # its most threads, and those of a row
 WARP = 32
-MAX_VECTORS = 4
+MOST_LANES = {1: 32, 2: 256, 3: 512, 4: 512}  # vectors of a lane -> lanes of a row; wide rows of few vectors are slow
 MAX_CHAIN = 256  # rows that one FP32 accumulator of dweight may add
 WAVE = 132  # CTAs that walk the rows side by side: one on each multiprocessor of an H100 or H200
 
@@ -66,10 +66,10 @@ def lanes(hidden_size: int) -> Lanes:
     """Lanes of a row of ``hidden_size`` elements, a multiple of 8 up to 16384: fewest idle slots, then more vectors."""
     row_vectors = hidden_size // ELEMENTS_PER_VECTOR
     fitting: list[tuple[int, int, int]] = []
-    for vectors in range(1, MAX_VECTORS + 1):
+    for vectors in MOST_LANES:
         wanted = ceil_div(row_vectors, vectors)
         threads = 1 << (wanted - 1).bit_length() if wanted <= WARP else WARP * ceil_div(wanted, WARP)
-        if threads <= (CTA_THREADS if vectors > 2 else CTA_THREADS // 2):
+        if threads <= MOST_LANES[vectors]:
             fitting.append((vectors * threads - row_vectors, -vectors, threads))
     _, vectors, threads_per_row = min(fitting)
     return Lanes(-vectors, threads_per_row)
