@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -93,6 +95,19 @@ def test_a_thousand_repeats_have_the_same_bits(name: str) -> None:
         else:
             got = run()
         _same(got, want, f"repeat {repeat}")
+
+
+def all_digests() -> str:
+    return str({name: digest(make()()) for name, make in STEPS.items()})
+
+
+def test_a_fresh_process_has_the_same_bits() -> None:
+    script = f"import runpy, sys; sys.stdout.write(runpy.run_path({__file__!r})['all_digests']())"
+    with subprocess.Popen((sys.executable, "-c", script), stdout=subprocess.PIPE, text=True) as child:
+        here = all_digests()
+        there, _ = child.communicate()
+    assert child.returncode == 0
+    assert there == here
 
 
 @pytest.mark.parametrize(("case", "frozen"), RMSNORM.items(), ids=str)
