@@ -146,6 +146,17 @@ def test_rmsnorm_launches_carry_the_plan_of_the_shape() -> None:
     assert launches[1].args[6].dtype == torch.float32
 
 
+def test_a_forward_that_no_backward_follows_computes_no_rstd() -> None:
+    """One output is allocated; under no_grad and where no operand wants a gradient."""
+    with FakeCuda() as fake, recorded_launches() as launches:
+        x, w = fake.cuda(normal(0, 5, 256)), fake.cuda(normal(1, 256))
+        zero_centered_rmsnorm(x, w)
+        with torch.no_grad():
+            zero_centered_rmsnorm(x.requires_grad_(), w)
+        zero_centered_rmsnorm(x, w)
+    assert [launch.args[1] is None for launch in launches] == [True, True, False]
+
+
 def test_gated_launches_carry_the_plan_of_the_shape() -> None:
     """N = 500 rows, D = 128: 80 rows a step, P = min(132, ceil(500 / 160)) = 4 partial rows."""
     with FakeCuda() as fake, recorded_launches() as launches:

@@ -61,7 +61,7 @@ def zero_centered_rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tenso
     variant = _variant.read("rmsnorm")
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return apply(x, weight, (eps, kind, variant))
-    return select(kind, x).forward(x, weight, eps, None, None)[0]
+    return select(kind, x).output(x, weight, eps)
 
 
 def zero_centered_rmsnorm_fwd(

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..._cpu import blocks, deliver, inverse_rms, row_sum, sum_rows
 from ..._operands import compute_dtype
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "output"]
 
 
 @torch.no_grad()
@@ -33,6 +33,11 @@ def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Ten
         scales[block] = r
     y, scales = y.view(x.shape), scales.view(x.shape[:-1])
     return deliver(y, out), deliver(scales, rstd)
+
+
+def output(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y alone, where no backward follows."""
+    return forward(x, weight, eps, None, None)[0]
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from ..._layout import rows, vector
 from ..._operands import written
 from .. import plan
 
-__all__ = ["backward", "check_device", "forward"]
+__all__ = ["backward", "check_device", "forward", "output"]
 
 
 def check_device(index: int | None) -> None:
@@ -23,26 +23,30 @@ def check_device(index: int | None) -> None:
 def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Tensor | None) -> tuple[Tensor, Tensor]:
     """(y, rstd) of x [..., H] BF16 and weight [H] BF16 or FP32."""
     index, shape = _index(x), x.shape
-    y = workspace.uninitialized(shape, x.dtype, index) if out is None else out
+    y = workspace.uninitialized(shape, x.dtype, index) if out is None else rows(out)
     scales = rstd
     if scales is None:
         rows_shape = (shape[0],) if len(shape) == 2 else shape[:-1]  # a slice of a Size is slow to make
         scales = workspace.uninitialized(rows_shape, torch.float32, index)
-    if x.numel() == 0:
-        return y, scales
-    row = plan.lanes(shape[-1])
-    _program("fwd", index)(
-        y if out is None else rows(y),
-        scales,
-        rows(x),
-        vector(weight),
-        eps,
-        row.vectors,
-        row.threads_per_row,
-    )
+    _run_forward(index, y, scales, x, weight, eps)
     if out is not None or rstd is not None:
         written(out, rstd)
-    return y, scales
+    return y if out is None else out, scales
+
+
+def output(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y alone, where no backward follows: rstd would be one more allocation."""
+    index = _index(x)
+    y = workspace.uninitialized(x.shape, x.dtype, index)
+    _run_forward(index, y, None, x, weight, eps)
+    return y
+
+
+def _run_forward(index: int, y: Tensor, rstd: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> None:
+    if x.numel() == 0:
+        return
+    row = plan.lanes(x.shape[-1])
+    _program("fwd", index)(y, rstd, rows(x), vector(weight), eps, row.vectors, row.threads_per_row)
 
 
 def backward(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..._operands import compute_dtype
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "output"]
 
 
 def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -16,6 +16,11 @@ def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Ten
     if rstd is None:
         rstd = torch.empty(x.shape[:-1], dtype=compute_dtype(x, weight), device=x.device)
     return y, rstd
+
+
+def output(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y alone, where no backward follows."""
+    return forward(x, weight, eps, None, None)[0]
 
 
 def backward(

@@ -53,7 +53,7 @@ __global__ __launch_bounds__(RowTile::kMaxThreads) void rmsnorm_fwd(const __grid
   for (int u = 0; u < U; ++u) {
     r[u] = __frsqrt_rn(__fadd_rn(__fdiv_rn(r[u], static_cast<float>(p.hidden)), p.eps));
     const int64_t row = first + u * p.groups;
-    if (at.lane == 0 && row < p.rows) p.rstd[row] = r[u];
+    if (at.lane == 0 && row < p.rows && p.rstd != nullptr) p.rstd[row] = r[u];
   }
 
 #pragma unroll

@@ -9,7 +9,7 @@ namespace cake::norms {
 
 struct RmsnormFwd {
   void* y;             // [rows][hidden] BF16, row stride y_vecs
-  float* rstd;         // [rows]
+  float* rstd;         // [rows]; null: not wanted
   const void* x;       // [rows][hidden] BF16, row stride x_vecs
   const void* weight;  // [hidden] BF16 or FP32
   int64_t rows;        // 1 .. 2^31 - 1

@@ -6,21 +6,24 @@
 namespace cake::norms {
 namespace {
 
-// y, x: [..., hidden] BF16, dense or [rows][hidden] with a row stride.  rstd: [rows] FP32.  weight: [hidden] BF16 or
-// FP32.  eps: on the mean square.  vectors, threads_per_row: the layout of a row over its lanes.
-void run(ffi::TensorView y, ffi::TensorView rstd, ffi::TensorView x, ffi::TensorView weight, double eps,
+// y, x: [..., hidden] BF16, dense or [rows][hidden] with a row stride.  rstd: [rows] FP32, None: not wanted.
+// weight: [hidden] BF16 or FP32.  eps: on the mean square.  vectors, threads_per_row: the layout of a row over its
+// lanes.
+void run(ffi::TensorView y, ffi::Optional<ffi::TensorView> rstd, ffi::TensorView x, ffi::TensorView weight, double eps,
          int64_t vectors, int64_t threads_per_row) {
   const DLDevice device = cuda_device(x, "x");
   const Rows rows = check_x(x);
   RmsnormFwd p = {};
   p.x_vecs = rows.stride_vecs;
   p.y_vecs = check_like_x(y, "y", x, rows);
-  check_rstd(rstd, x, rows);
+  if (rstd.has_value()) {
+    check_rstd(rstd.value(), x, rows);
+    p.rstd = data<float>(rstd.value());
+  }
   p.weight_fp32 = check_weight(weight, x, rows);
   check_layout(rows.hidden, vectors, threads_per_row);
   if (rows.count == 0) return;
   p.y = y.data_ptr();
-  p.rstd = data<float>(rstd);
   p.x = x.data_ptr();
   p.weight = weight.data_ptr();
   p.rows = rows.count;
