@@ -202,7 +202,12 @@ def _replacement(folder: Path) -> Generator[Path]:
         with _folder_errors(parent):
             if folder.exists():
                 os.rename(folder, old)
-            os.rename(made, folder)
+            try:
+                os.rename(made, folder)
+            except BaseException:
+                if old.exists():
+                    os.rename(old, folder)
+                raise
             _sync(parent)
             shutil.rmtree(old, ignore_errors=True)
     finally:

@@ -233,6 +233,25 @@ def test_a_failure_while_copying_leaves_the_old_folder(package: KernelPackage, m
     aot.write(package, ["sm_90a"])
 
 
+def test_a_new_folder_that_cannot_take_its_place_leaves_the_old_one(
+    package: KernelPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R33: the old folder goes back when the last of the two renames fails."""
+    aot.write(package, ["sm_80"])
+    before, rename = content(package), os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if target == package.aot and not source.name.endswith("-old"):
+            raise OSError(5, "Input/output error", str(target))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(aot.os, "rename", refuse)
+        with pytest.raises(RuntimeError, match="Input/output error"):
+            aot.write(package, ["sm_90a"])
+    assert content(package) == before
+
+
 def test_writers_take_turns(package: KernelPackage, tools: FakeToolchain) -> None:
     """R32: the slower one finds everything built and replaces the folder by an equal one."""
     tools.set_delay(0.2)

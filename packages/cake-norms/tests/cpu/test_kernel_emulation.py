@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,26 +66,32 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 
 
 class OnFakeDevice:
-    """A CPU tensor that says it is on CUDA device 0 when a binding asks."""
+    """A CPU tensor that says it is on CUDA device 0, or has another device, shape or strides, when a binding asks."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, rank = tensor, tensor.dim()
-        self.shape = (ctypes.c_int64 * rank)(*tensor.shape)
-        self.strides = (ctypes.c_int64 * rank)(*tensor.stride())
+    def __init__(
+        self,
+        tensor: Tensor,
+        where: tuple[int, int] = (2, 0),
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> None:
+        self.tensor, self.where, rank = tensor, where, tensor.dim()
+        self.shape = (ctypes.c_int64 * rank)(*(tensor.shape if shape is None else shape))
+        self.strides = (ctypes.c_int64 * rank)(*(tensor.stride() if strides is None else strides))
         code = 4 if tensor.dtype == torch.bfloat16 else 2
         dtype = _DType(code, 8 * tensor.element_size(), 1)
-        described = _DLTensor(tensor.data_ptr(), _Device(2, 0), rank, dtype, self.shape, self.strides, 0)
+        described = _DLTensor(tensor.data_ptr(), _Device(*where), rank, dtype, self.shape, self.strides, 0)
         self.managed = _Managed(described, None, None)
 
     def __dlpack__(self, **_: Any) -> Any:
         return _new_capsule(ctypes.addressof(self.managed), b"dltensor", None)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0)
+        return self.where
 
 
 class Program:
-    """One library; ``run`` takes CPU tensors, None and numbers."""
+    """One library; ``run`` takes CPU tensors, as they are or on a fake device, None and numbers."""
 
     def __init__(self, path: Path) -> None:
         import tvm_ffi
@@ -214,7 +220,7 @@ def test_rmsnorm_kernels_follow_the_definition(programs: dict[str, Program], hid
     groups = max(1, 256 // plan.lanes(hidden).threads_per_row)
     for rows in (1, 3, 2 * groups + 1 if hidden <= 1000 else 5):
         x = _slice_of_nan(_randn(rows, hidden, seed=rows))
-        dy = _slice_of_nan(_randn(rows, hidden, seed=rows + 1))
+        dy = _slice_of_nan(_randn(rows, hidden, seed=rows + 1), after=40)
         w = _randn(hidden, seed=7, scale=0.3).to(DTYPES[weight])
         want = _rmsnorm_reference(x, w, dy)
         y, rstd = _forward(programs["rmsnorm_fwd"], x, w)
@@ -591,6 +597,56 @@ def test_gate_extremes_give_what_the_definition_says(programs: dict[str, Program
 # ---- shapes
 
 
+@pytest.mark.parametrize("hidden", [24, 264, 2304])
+def test_each_rmsnorm_operand_has_a_stride_of_its_own(programs: dict[str, Program], hidden: int) -> None:
+    """Five strides, the outputs between columns that keep their content: the bits of dense operands."""
+    rows = 70
+    x, dy, w = _randn(rows, hidden, seed=1), _randn(rows, hidden, seed=2), _randn(hidden, seed=3)
+    y, rstd = _forward(programs["rmsnorm_fwd"], x, w)
+    dx, dw = _backward(programs["rmsnorm_bwd"], dy, x, w, rstd)
+    p = plan.plan_backward(rows, hidden)
+    got_y, got_dx = _slice_of_nan(torch.empty_like(y), after=8), _slice_of_nan(torch.empty_like(x), after=24)
+    x, dy = _slice_of_nan(x, after=32), _slice_of_nan(dy, after=56)
+    programs["rmsnorm_fwd"].run(got_y, torch.empty(rows), x, w, EPS, p.vectors, p.threads_per_row)
+    got_dw, partial = torch.empty_like(w), torch.empty(p.partial_rows, hidden) if p.partial_rows > 1 else None
+    layout = (p.vectors, p.threads_per_row, p.row_groups, p.partial_rows, p.waves)
+    programs["rmsnorm_bwd"].run(got_dx, got_dw, partial, dy, x, w, rstd, *layout)
+    assert dx is not None
+    assert dw is not None
+    for name, got, want in (("y", got_y, y), ("dx", got_dx, dx), ("dweight", got_dw, dw)):
+        assert_same_bits(got, want, name)
+    for got in (got_y, got_dx):
+        width = got.stride(0)
+        around = got.as_strided((rows, width), (width, 1), 0)
+        assert int(around.isnan().sum()) == rows * (width - hidden)
+
+
+def test_each_gated_operand_has_strides_of_its_own(programs: dict[str, Program]) -> None:
+    """As above, tokens and heads. With 200 heads most of a CTA's rows share a token; with 3 they lie in many."""
+    for tokens, heads in ((3, 200), (90, 3)):
+        shape = (tokens, heads, 64)
+        x, z, dy = (_randn(*shape, seed=seed) for seed in range(3))
+        w = _randn(64, seed=3)
+        y = torch.empty_like(x)
+        programs["gated_rmsnorm_fwd"].run(y, x, z, w, EPS, 0)
+        want = {"y": y, **_gate_backward(programs["gated_rmsnorm_bwd"], dy, x, z, w, 0)}
+        slices = zip(("y", "dx", "dz"), (0, 8, 24), strict=True)
+        got = {name: _slice_of_nan(torch.empty_like(x), after=after) for name, after in slices}
+        x, z, dy = (_slice_of_nan(value, after=after) for value, after in ((x, 32), (z, 48), (dy, 64)))
+        programs["gated_rmsnorm_fwd"].run(got["y"], x, z, w, EPS, 0)
+        p = gated_plan.plan_backward(tokens * heads, 64)
+        got["dweight"], partial = torch.empty_like(w), torch.empty(p.partial_rows, 64) if p.partial_rows > 1 else None
+        outputs = (got["dx"], got["dz"], got["dweight"], partial)
+        programs["gated_rmsnorm_bwd"].run(*outputs, dy, x, z, w, EPS, 0, p.partial_rows, p.waves)
+        for name, value in got.items():
+            wanted = want[name]
+            assert wanted is not None
+            assert_same_bits(value, wanted, f"{name} of {shape}")
+            if value.dim() == 3:
+                around = value.as_strided((tokens, heads, value.stride(1)), value.stride(), 0)
+                assert int(around.isnan().sum()) == tokens * heads * (value.stride(1) - 64)
+
+
 @pytest.mark.parametrize("shape", [(24,), (1, 24), (2, 3, 24), (2, 1, 3, 24)])
 def test_dense_operands_of_any_rank_are_rows(programs: dict[str, Program], shape: tuple[int, ...]) -> None:
     """x as the caller has it beside the same rows in two dimensions, between columns of NaN."""
@@ -759,8 +815,82 @@ def test_the_backward_refuses_a_launch_without_its_scratch(programs: dict[str, P
         programs["rmsnorm_bwd"].run(None, w, torch.zeros(3, 64), x, x, w, torch.ones(70), 1, 8, 32, 2, 1)
     with pytest.raises(ValueError, match="row_groups is 65"):
         programs["rmsnorm_bwd"].run(None, w, None, x, x, w, torch.ones(70), 1, 8, 65, 1, 1)
+    with pytest.raises(ValueError, match="row_groups is 3 of 8 threads"):
+        programs["rmsnorm_bwd"].run(None, w, None, x, x, w, torch.ones(70), 1, 8, 3, 1, 1)
+    with pytest.raises(ValueError, match="waves is 2; needs a divisor of partial_rows 3"):
+        programs["rmsnorm_bwd"].run(x, None, None, x, x, w, torch.ones(70), 1, 8, 32, 3, 2)
+    with pytest.raises(ValueError, match="partial_rows / waves is 8388609; needs at most"):
+        programs["rmsnorm_bwd"].run(x[:0], None, None, x[:0], x[:0], w, torch.ones(0), 1, 8, 32, 2**23 + 1, 1)
     gate = _randn(9, 8, 64, seed=0)
     with pytest.raises(ValueError, match="partial is None"):
         programs["gated_rmsnorm_bwd"].run(None, None, w, None, gate, gate, gate, w, EPS, 0, 2, 1)
     with pytest.raises(ValueError, match="activation is 2"):
         programs["gated_rmsnorm_fwd"].run(gate, gate, gate, w, EPS, 2)
+
+
+def _backward_calls() -> dict[str, dict[str, Any]]:
+    """Every operand of both backwards, dense, 12 rows of 64 for three CTAs."""
+    x, vector, gate = _randn(12, 64, seed=0), torch.zeros(64), _randn(4, 3, 64, seed=0)
+    shared = {"dweight": vector.clone(), "partial": torch.empty(3, 64)}
+    return {
+        "rmsnorm_bwd": {
+            "dx": x.clone(), **shared, "dy": x, "x": x, "weight": vector, "rstd": torch.ones(12),
+            "vectors": 1, "threads_per_row": 8, "row_groups": 4, "partial_rows": 3, "waves": 1,
+        },
+        "gated_rmsnorm_bwd": {
+            "dx": gate.clone(), "dz": gate.clone(), **shared, "dy": gate, "x": gate, "z": gate, "weight": vector,
+            "eps": EPS, "activation": 0, "partial_rows": 3, "waves": 1,
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_bwd", "gated_rmsnorm_bwd"])
+def test_a_binding_refuses_each_operand_that_a_kernel_would_misread(programs: dict[str, Program], name: str) -> None:
+    """On another device, at an address between two vectors, with elements apart; nothing is launched."""
+    program, call = programs[name], _backward_calls()[name]
+    before = program.launches()
+    for operand, value in call.items():
+        if not isinstance(value, Tensor):
+            continue
+        elsewhere = r"dy is on device \(2, 0\)" if operand == "x" else rf"{operand} is on device \(2, 1\)"  # x decides
+        with pytest.raises(ValueError, match=elsewhere):
+            program.run(*(call | {operand: OnFakeDevice(value, (2, 1))}).values())
+        apart = OnFakeDevice(value, strides=[2 * stride for stride in value.stride()])
+        with pytest.raises(ValueError, match=rf"{operand}(\.stride\(\d\) is 2; needs 1| is not contiguous)"):
+            program.run(*(call | {operand: apart}).values())
+        if operand not in ("dweight", "rstd"):  # read and written element by element
+            raw = torch.zeros(value.numel() + 2, dtype=value.dtype)[2:].view(value.shape)
+            with pytest.raises(ValueError, match=rf"{operand} starts \d bytes past"):
+                program.run(*(call | {operand: raw}).values())
+    with pytest.raises(ValueError, match="x is on DLPack device type 1; needs a CUDA tensor"):
+        program.run(*(call | {"x": OnFakeDevice(call["x"], (1, 0))}).values())
+    assert program.launches() == before
+    program.run(*call.values())
+    assert program.launches() == before + 2
+
+
+def test_a_binding_refuses_strides_and_sizes_beyond_the_arithmetic_of_its_kernel(programs: dict[str, Program]) -> None:
+    x, gate, w = _randn(12, 64, seed=0), _randn(4, 3, 64, seed=0), torch.zeros(64)
+
+    def norm(operand: OnFakeDevice) -> None:
+        programs["rmsnorm_fwd"].run(x.clone(), torch.empty(12), operand, w, EPS, 1, 8)
+
+    def gated(operand: OnFakeDevice) -> None:
+        programs["gated_rmsnorm_fwd"].run(gate.clone(), gate, operand, w, EPS, 0)
+
+    before = [program.launches() for program in programs.values()]
+    with pytest.raises(ValueError, match=r"x.stride\(0\) is -64; needs a multiple of 8, at least 0"):
+        norm(OnFakeDevice(x, strides=(-64, 1)))
+    with pytest.raises(ValueError, match="x has 2147483648 rows; needs less than"):
+        norm(OnFakeDevice(x, shape=(2**31, 64)))
+    for strides in ((2**35, 64, 1), (192, 2**35, 1)):
+        with pytest.raises(ValueError, match=r"z has strides of .* needs less than"):
+            gated(OnFakeDevice(gate, strides=strides))
+    for strides in ((-192, 64, 1), (192, 60, 1)):
+        with pytest.raises(ValueError, match=r"z.stride\(\d\) is .* needs a multiple of 8, at least 0"):
+            gated(OnFakeDevice(gate, strides=strides))
+    with pytest.raises(ValueError, match="needs less than 2\\^31 rows"):
+        programs["gated_rmsnorm_fwd"].run(gate, OnFakeDevice(gate, shape=(2**16, 2**15, 64)), gate, w, EPS, 0)
+    with pytest.raises(ValueError, match=r"z.shape is .*; needs .* as x"):
+        gated(OnFakeDevice(gate, shape=(3, 4, 64)))
+    assert [program.launches() for program in programs.values()] == before

@@ -131,6 +131,26 @@ inline uint32_t random_below(uint32_t n) {
   return static_cast<uint32_t>(random_state >> 33) % n;
 }
 
+constexpr size_t kSmemGuard = 4096;  // bytes behind the dynamic shared memory, alignment included
+inline char* dynamic_smem() {
+  const auto address = reinterpret_cast<uintptr_t>(cta->dynamic_smem.data());
+  return reinterpret_cast<char*>((address + 15) / 16 * 16);
+}
+
+// This lane's asynchronous copies arrive, oldest first, until `pending` groups are left.
+inline void arrive_all_but(size_t pending) {
+  auto& groups = lane().groups;
+  for (; groups.size() > pending; groups.pop_front()) {
+    for (const Copy& copy : groups.front()) {
+      if (copy.from != nullptr) {
+        std::memcpy(copy.to, copy.from, 16);
+      } else {
+        std::memset(copy.to, 0, 16);
+      }
+    }
+  }
+}
+
 inline void arrive(Gate& gate, int wanted) {
   Lane& me = cta->lanes[cta->current];
   if (++gate.arrived == wanted) {
@@ -151,7 +171,11 @@ struct Index {
 };
 inline Index threadIdx{}, blockIdx{}, blockDim{1, 1, 1}, gridDim{1, 1, 1};
 
-inline void __syncthreads() { cuda_on_cpu::arrive(cuda_on_cpu::cta->barriers[0], blockDim.x); }
+// Copies that nobody waited for may arrive at any moment: here, for some lanes, at a __syncthreads.
+inline void __syncthreads() {
+  if (cuda_on_cpu::random_below(2) == 0) cuda_on_cpu::arrive_all_but(0);
+  cuda_on_cpu::arrive(cuda_on_cpu::cta->barriers[0], blockDim.x);
+}
 
 inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
   if (mask != 0xffffffffu) std::abort();
@@ -246,10 +270,14 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   gridDim.x = config->gridDim.x;
   for (unsigned block = 0; block < config->gridDim.x; ++block) {
     blockIdx.x = block;
-    work.dynamic_smem.assign(config->dynamicSmemBytes + 16, static_cast<char>(0xff));  // NaN
+    work.dynamic_smem.assign(config->dynamicSmemBytes + kSmemGuard, static_cast<char>(0xff));  // NaN
     if (!run_cta(work)) return fail("lanes wait at a shuffle or barrier that the others never reach");
     for (const Gate& gate : work.barriers) {
       if (gate.arrived != 0) return fail("a barrier is left half arrived");
+    }
+    const char* end = work.dynamic_smem.data() + work.dynamic_smem.size();
+    for (const char* byte = dynamic_smem() + config->dynamicSmemBytes; byte < end; ++byte) {
+      if (*byte != static_cast<char>(0xff)) return fail("dynamic shared memory is written past its end");
     }
   }
   return cudaSuccess;

@@ -51,13 +51,17 @@ inline bool check_fp32_or_bf16(const ffi::TensorView& view, const char* name, in
   return fp32;
 }
 
-// ValueError unless the CTAs, one partial row each, are equal parts.
+// ValueError unless the CTAs, one partial row each, are equal parts of at most 2^23: a kernel counts the rows of a
+// part, up to 512 a CTA, in 32 bits.
 inline void check_waves(int64_t partial_rows, int64_t waves) {
   if (partial_rows < 1 || partial_rows > INT32_MAX) {
     TVM_FFI_THROW(ValueError) << "partial_rows is " << partial_rows << "; needs 1 to 2^31 - 1";
   }
   if (waves < 1 || partial_rows % waves != 0) {
     TVM_FFI_THROW(ValueError) << "waves is " << waves << "; needs a divisor of partial_rows " << partial_rows;
+  }
+  if (partial_rows / waves > 1 << 23) {
+    TVM_FFI_THROW(ValueError) << "partial_rows / waves is " << partial_rows / waves << "; needs at most 2^23";
   }
 }
 

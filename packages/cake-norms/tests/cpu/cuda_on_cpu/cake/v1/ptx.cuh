@@ -22,7 +22,8 @@ inline void bar_sync(int id, int threads) {
   cuda_on_cpu::arrive(cuda_on_cpu::cta->barriers[id], threads);
 }
 
-// A copy arrives as late as it may: in cp_async_wait, or never. Until then its 16 bytes are NaN.
+// A copy arrives as late as it may: in cp_async_wait, at some later __syncthreads, or never. Until then its 16 bytes
+// are NaN.
 inline void cp_async_16(void* shared, const void* global, bool wanted) {
   auto& copies = cuda_on_cpu::lane().open;
   copies.push_back({shared, wanted ? global : nullptr});
@@ -34,17 +35,7 @@ inline void cp_async_commit() {
 }
 template <int kPending>
 void cp_async_wait() {
-  auto& groups = cuda_on_cpu::lane().groups;
-  while (groups.size() > kPending) {
-    for (const auto& copy : groups.front()) {
-      if (copy.from != nullptr) {
-        std::memcpy(copy.to, copy.from, 16);
-      } else {
-        std::memset(copy.to, 0, 16);
-      }
-    }
-    groups.pop_front();
-  }
+  cuda_on_cpu::arrive_all_but(kPending);
 }
 
 inline void launch_dependents() {}

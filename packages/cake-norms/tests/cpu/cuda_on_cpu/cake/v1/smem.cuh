@@ -7,8 +7,7 @@ namespace cake {
 
 template <typename T>
 T* dynamic_shared() {
-  const auto address = reinterpret_cast<uintptr_t>(cuda_on_cpu::cta->dynamic_smem.data());
-  return reinterpret_cast<T*>((address + 15) / 16 * 16);
+  return reinterpret_cast<T*>(cuda_on_cpu::dynamic_smem());
 }
 
 }  // namespace cake
