@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--git-sha", help="commit of the sources, where they are not a checkout")
     parser.add_argument("--json", metavar="FILE", help="write the cake-bench/1 document")
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device; needs one, or --device cpu")
     known = {shape for op in args.op or SHAPES for shape in SHAPES[op]}
     if unknown := set(args.shape or ()) - known:
         parser.error(f"--shape {', '.join(sorted(unknown))}: needs of {', '.join(sorted(known))}")

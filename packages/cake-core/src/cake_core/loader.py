@@ -91,13 +91,16 @@ class KernelPackage:
     ) -> tuple[Path, ...]:
         """Compile what is neither prebuilt nor in the cache; paths in the order of ``libraries``.
 
-        Raises: ValueError for an unknown library; BuildForbidden inside ``no_build()``; BuildError when a compiler
+        Raises: ValueError for an unknown library; RuntimeError for a prebuilt one that could not be loaded: corrupted, or
+        of other sources; BuildForbidden inside ``no_build()``; BuildError when a compiler
         fails; RuntimeError for a wrong source digest, a missing toolkit or one that is too old.
         """
         names = tuple(dict.fromkeys(libraries))
         for name in names:
             self.manifest.library(name)
         found = {name: file for name in names if (file := self.aot / f"{name}.so").is_file()}
+        for name, file in found.items():
+            checked_info(file, self.manifest.library(name))
         if progress is not None:
             for index, name in enumerate(found):
                 progress(Event("cached", name, index, len(names), None, None))

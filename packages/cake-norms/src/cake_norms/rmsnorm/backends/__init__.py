@@ -1,4 +1,4 @@
-"""One module per place where ``rmsnorm`` runs, each with ``forward``, ``output`` and ``backward`` on checked operands."""
+"""One module per place where ``rmsnorm`` runs: ``forward``, ``output`` and ``backward`` on checked operands."""
 
 from __future__ import annotations
 
