@@ -140,6 +140,10 @@ def _from_pool(key: _Key, nbytes: int, bound: int) -> Tensor:
     index = key[0]
     _shrink(index, bound - nbytes)
     tensor = devices.empty(nbytes, index)
+    # A finaliser that ran inside of the allocation may have taken buffers too, this one among them.
+    if (meanwhile := _buffers.get(key)) is not None:
+        _drop(meanwhile)
+    _shrink(index, bound - nbytes)
     _buffers[key] = _Buffer(key, nbytes, tensor, _use())
     _held[index] = _held.get(index, 0) + nbytes
     _counts["misses"] += 1

@@ -397,6 +397,28 @@ def test_a_lowered_bound_is_in_force_at_the_next_request(fake: FakeCuda, request
     assert held()[1] == 100
 
 
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_what_a_finaliser_takes_inside_of_an_allocation_stays_in_the_books(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """The same role and another one: the bound holds, and what is counted is what is held."""
+    bound(100)
+    allocate, started = fake.empty, False
+
+    def interrupted(nbytes: int, index: int) -> Tensor:
+        nonlocal started
+        if not started:
+            started = True
+            take(other, 30, 0)
+        return allocate(nbytes, index)
+
+    monkeypatch.setattr(fake, "empty", interrupted)
+    kept = take("a", 80, 0)
+    assert held() == {0: 80}
+    assert workspace.stats()["entries"] == 1
+    assert take("a", 80, 0) is kept
+
+
 def test_a_bound_lowered_to_0_empties_the_pool(fake: FakeCuda) -> None:
     """R68: and raising it again starts afresh."""
     bound(300)

@@ -556,15 +556,37 @@ def test_gated_dweight_has_the_bits_of_the_documented_order(
     x, dy = _randn(tokens, heads, dim, seed=1), _randn(tokens, heads, dim, seed=2)
     z, w = torch.zeros_like(x), torch.ones(dim)
     got = _gate_backward(programs["gated_rmsnorm_bwd"], dy, x, z, w, 1)["dweight"]
+    p = gated_plan.plan_backward(tokens * heads, dim)
+    assert got is not None
+    want = _gated_dweight_in_order(x, dy, p.partial_rows, p.waves)
+    assert_same_bits(got, want, f"dweight, {p.partial_rows} partial rows")
+
+
+@pytest.mark.parametrize(("ctas", "waves"), [(3, 3), (6, 2), (8, 4)])
+def test_gated_dweight_of_several_waves_has_the_documented_order(
+    programs: dict[str, Program], ctas: int, waves: int
+) -> None:
+    """Parts of unequal size, CTAs with several steps, with one that is cut short and with none."""
+    x, dy = _randn(131, 3, 256, seed=1), _randn(131, 3, 256, seed=2)
+    z, w = torch.zeros_like(x), torch.ones(256)
+    dx, dz, dw, partial = torch.empty_like(x), torch.empty_like(x), torch.empty(256), torch.empty(ctas, 256)
+    programs["gated_rmsnorm_bwd"].run(dx, dz, dw, partial, dy, x, z, w, EPS, 1, ctas, waves)
+    assert_same_bits(dw, _gated_dweight_in_order(x, dy, ctas, waves), "dweight")
+    whole = _gate_backward(programs["gated_rmsnorm_bwd"], dy, x, z, w, 1)
+    for name, got in (("dx", dx), ("dz", dz)):
+        want = whole[name]
+        assert want is not None
+        assert_same_bits(got, want, name)
+
+
+def _gated_dweight_in_order(x: Tensor, dy: Tensor, partial_rows: int, waves: int) -> Tensor:
+    """FP32 dweight where the gate is exactly 1/2."""
+    dim = x.shape[-1]
     rows = x.view(-1, dim)
     squares = torch.stack([_gated_sum_of_squares(row) for row in rows])
     r = (1 / (squares / dim + torch.tensor(EPS)).double().sqrt()).float()
-    p = gated_plan.plan_backward(len(rows), dim)
-    want = _dweight_in_order(
-        dy.view(-1, dim).float() / 2, rows.float() * r[:, None], p.partial_rows, p.waves, p.row_groups, unroll=2
-    )
-    assert got is not None
-    assert_same_bits(got, want, f"dweight, {p.partial_rows} partial rows")
+    terms = dy.view(-1, dim).float() / 2, rows.float() * r[:, None]
+    return _dweight_in_order(*terms, partial_rows, waves, 5120 // dim, unroll=2)
 
 
 def _gated_sum_of_squares(row: Tensor) -> Tensor:
@@ -737,6 +759,11 @@ def test_rmsnorm_touches_nothing_behind_its_operands(programs: dict[str, Program
     fwd, bwd = programs["rmsnorm_fwd"], programs["rmsnorm_bwd"]
     back = (p.vectors, p.threads_per_row, p.row_groups, p.partial_rows, p.waves)
     assert _survives(lambda: fwd.run(y, rstd, x, w, EPS, row.vectors, row.threads_per_row))
+    alone = torch.empty_like(y)
+    assert _survives(lambda: fwd.run(alone, None, x, w, EPS, row.vectors, row.threads_per_row))
+    fwd.run(y, rstd, x, w, EPS, row.vectors, row.threads_per_row)
+    fwd.run(alone, None, x, w, EPS, row.vectors, row.threads_per_row)
+    assert_same_bits(alone, y, "y without rstd")
     assert _survives(lambda: bwd.run(dx, dw, partial if p.partial_rows > 1 else None, dy, x, w, rstd, *back))
     longer = x.as_strided((rows + 1, hidden), x.stride())  # the proof that such a read is seen
     more_y, more_rstd = torch.empty_like(longer), torch.empty(rows + 1)
@@ -754,6 +781,63 @@ def test_gated_kernels_touch_nothing_behind_their_operands(programs: dict[str, P
     assert _survives(
         lambda: programs["gated_rmsnorm_bwd"].run(dx, dz, dw, partial, dy, x, z, w, EPS, 0, p.partial_rows, p.waves)
     )
+
+
+def _far_apart(values: Tensor, dim: int, place: int) -> Tensor:
+    """A copy with 2^31 vectors of 16 bytes and a few between the entries of ``dim``, in memory that nobody touches."""
+    step = 2**34 + 64  # elements
+    size = 2 * step * (values.shape[dim] - 1) + 2**20
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    strides = list(values.stride())
+    strides[dim] = step
+    raw = torch.frombuffer(region, dtype=torch.bfloat16)
+    return raw.as_strided(values.shape, strides, 4096 * place).copy_(values)
+
+
+def test_rmsnorm_offsets_have_64_bits(programs: dict[str, Program]) -> None:
+    """Rows 32 GiB apart, one after another in one CTA and one to a CTA."""
+    hidden = 2304
+    x, dy, w = _randn(3, hidden, seed=1), _randn(3, hidden, seed=2), _randn(hidden, seed=3).float()
+    y, rstd = _forward(programs["rmsnorm_fwd"], x, w)
+    row = plan.lanes(hidden)
+    lanes = (row.vectors, row.threads_per_row)
+    far = {name: _far_apart(value, 0, k) for k, (name, value) in enumerate({"x": x, "dy": dy, "y": y, "dx": x}.items())}
+    assert _survives(lambda: programs["rmsnorm_fwd"].run(far["y"], None, far["x"], w, EPS, *lanes))
+    programs["rmsnorm_fwd"].run(far["y"].zero_(), None, far["x"], w, EPS, *lanes)
+    assert_same_bits(far["y"], y, "y")
+    for ctas in (1, 3):
+        dx, dw, partial = torch.empty_like(x), torch.empty(hidden), torch.empty(ctas, hidden) if ctas > 1 else None
+        launch = (*lanes, 1, ctas, 1)
+        programs["rmsnorm_bwd"].run(dx, dw, partial, dy, x, w, rstd, *launch)
+        got_dw = torch.empty(hidden)
+        operands = (far["dx"].zero_(), got_dw, partial, far["dy"], far["x"], w, rstd)
+        assert _survives(lambda: programs["rmsnorm_bwd"].run(*operands, *launch))  # noqa: B023
+        programs["rmsnorm_bwd"].run(*operands, *launch)
+        assert_same_bits(far["dx"], dx, "dx")
+        assert_same_bits(got_dw, dw, "dweight")
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 2, 64), 0), ((2, 3, 64), 1)], ids=["tokens", "heads"])
+def test_gated_offsets_have_64_bits(programs: dict[str, Program], shape: tuple[int, ...], dim: int) -> None:
+    """Tokens or heads 32 GiB apart."""
+    x, z, dy = (_randn(*shape, seed=seed) for seed in range(3))
+    y, w = torch.empty_like(x), 1 + _randn(64, seed=3)
+    programs["gated_rmsnorm_fwd"].run(y, x, z, w, EPS, 0)
+    want = {"y": y, **_gate_backward(programs["gated_rmsnorm_bwd"], dy, x, z, w, 0)}
+    named = {"x": x, "z": z, "dy": dy, "y": x, "dx": x, "dz": x}
+    far = {name: _far_apart(value, dim, k) for k, (name, value) in enumerate(named.items())}
+    far["dweight"] = torch.empty_like(w)
+    outputs = (far["dx"], far["dz"], far["dweight"], None)
+
+    def run() -> None:
+        programs["gated_rmsnorm_fwd"].run(far["y"], far["x"], far["z"], w, EPS, 0)
+        programs["gated_rmsnorm_bwd"].run(*outputs, far["dy"], far["x"], far["z"], w, EPS, 0, 1, 1)
+
+    assert _survives(run)
+    run()
+    for name, wanted in want.items():
+        assert wanted is not None
+        assert_same_bits(far[name], wanted, name)
 
 
 def test_no_rows_launch_nothing(programs: dict[str, Program]) -> None:
