@@ -91,9 +91,9 @@ class KernelPackage:
     ) -> tuple[Path, ...]:
         """Compile what is neither prebuilt nor in the cache; paths in the order of ``libraries``.
 
-        Raises: ValueError for an unknown library; RuntimeError for a prebuilt one that is corrupted or of other sources,
-        for a wrong source digest, a missing toolkit or one that is too old; BuildForbidden inside ``no_build()``;
-        BuildError when a compiler fails.
+        Raises: ValueError for an unknown library; RuntimeError for a prebuilt one that is corrupted or of other
+        sources, for a wrong source digest, a missing toolkit or one that is too old; BuildForbidden inside
+        ``no_build()``; BuildError when a compiler fails.
         """
         names = tuple(dict.fromkeys(libraries))
         for name in names:
