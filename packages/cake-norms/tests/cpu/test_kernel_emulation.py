@@ -100,6 +100,7 @@ class Program:
         self.from_dlpack = tvm_ffi.from_dlpack
         self.native = ctypes.CDLL(str(path))
         self.native.cuda_on_cpu_launches.restype = ctypes.c_long
+        self.native.cuda_on_cpu_lowered.restype = ctypes.c_long
         self.native.cuda_on_cpu_seed.argtypes = (ctypes.c_uint64,)
         self.native.cuda_on_cpu_shared_limit.argtypes = (ctypes.c_int,)
 
@@ -356,6 +357,17 @@ def test_bits_do_not_depend_on_the_shared_memory_of_the_device(
                 assert_same_bits(got, bits, f"{name} with {kilobytes} KB")
     finally:
         program.give_shared_memory(227 * 1024)
+
+
+def test_a_launch_takes_no_shared_memory_from_a_wider_one_of_another_thread(programs: dict[str, Program]) -> None:
+    """Two widths that run one kernel: what the first raised for its launch is still there when the second comes."""
+    program = programs["rmsnorm_bwd"]
+    before = program.native.cuda_on_cpu_lowered()
+    for hidden in (16384, 5120, 2048):
+        assert plan.lanes(hidden).vectors == 4
+        x, w = _randn(2, hidden, seed=1), _randn(hidden, seed=2)
+        _backward(program, x, x, w, torch.ones(2))
+    assert program.native.cuda_on_cpu_lowered() == before
 
 
 @pytest.mark.parametrize(("case", "frozen"), RMSNORM.items(), ids=str)
@@ -870,6 +882,7 @@ def _rmsnorm_call(**change: Any) -> list[Any]:
         ({"x": torch.zeros(5, 128, dtype=torch.bfloat16)[:, ::2]}, r"x.stride\(1\) is 2"),
         ({"x": torch.zeros(5 * 64 + 8, dtype=torch.bfloat16)[4:324].view(5, 64)}, "x starts 8 bytes past"),
         ({"y": torch.zeros(4, 64, dtype=torch.bfloat16)}, "y has 4 rows of 64; needs 5 of 64"),
+        ({"y": torch.zeros(5, 72, dtype=torch.bfloat16)}, "y has 5 rows of 72; needs 5 of 64"),
         ({"rstd": torch.zeros(6)}, "rstd has 6 elements; needs 5"),
         ({"weight": torch.zeros(64, dtype=torch.float16)}, "weight is"),
         ({"weight": torch.zeros(65)[1:]}, "weight starts 4 bytes past"),

@@ -125,6 +125,7 @@ inline std::map<const void*, size_t> shared_of;  // raised by cudaFuncSetAttribu
 inline uint64_t random_state = 1;
 inline cudaError_t pending = cudaSuccess;
 inline long launches = 0;
+inline long lowered = 0;  // times that a kernel was given less shared memory than before
 
 inline uint32_t random_below(uint32_t n) {
   random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
@@ -286,7 +287,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 template <typename P>
 cudaError_t cudaFuncSetAttribute(void (*kernel)(P), cudaFuncAttribute, int bytes) {
   if (bytes > cuda_on_cpu::shared_limit) return cuda_on_cpu::pending = cudaErrorInvalidValue;
-  cuda_on_cpu::shared_of[reinterpret_cast<const void*>(kernel)] = bytes;
+  size_t& known = cuda_on_cpu::shared_of[reinterpret_cast<const void*>(kernel)];
+  cuda_on_cpu::lowered += static_cast<size_t>(bytes) < known;
+  known = bytes;
   return cudaSuccess;
 }
 template <typename P>
@@ -304,6 +307,9 @@ inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 
 extern "C" __attribute__((visibility("default"), used)) inline long cuda_on_cpu_launches() {
   return cuda_on_cpu::launches;
+}
+extern "C" __attribute__((visibility("default"), used)) inline long cuda_on_cpu_lowered() {
+  return cuda_on_cpu::lowered;
 }
 extern "C" __attribute__((visibility("default"), used)) inline void cuda_on_cpu_shared_limit(int bytes) {
   cuda_on_cpu::shared_limit = bytes;

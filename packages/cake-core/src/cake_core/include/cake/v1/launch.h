@@ -11,6 +11,7 @@ struct Shape {
   unsigned grid;
   unsigned threads;
   int shared = 0;  // bytes, dynamic
+  int most = 0;    // above kDefaultShared: the most that any launch of this kernel on this device has
 };
 
 // Bytes of shared memory that one CTA of the current device can have, static and dynamic together; 0 when the device
@@ -25,7 +26,9 @@ template <typename P>
 cudaError_t launch(void (*kernel)(P), const Shape& shape, cudaStream_t stream, const P& p,
                    cudaLaunchAttribute* attribute = nullptr) {
   if (shape.shared > kDefaultShared) {
-    const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared);
+    // Always the same number: another thread may launch the kernel with more between this call and its own launch.
+    const int bytes = shape.most > shape.shared ? shape.most : shape.shared;
+    const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (raised != cudaSuccess) return raised;
   }
   cudaLaunchConfig_t config = {};

@@ -202,6 +202,7 @@ cudaError_t launch_main(RmsnormBwd p, cudaStream_t stream) {
   p.stages = std::min(p.threads_per_row <= kWarp ? 2 : 3, std::max(1, (limit - weight_bytes) / stage_bytes));
   // Above half of what a multiprocessor has: two CTAs on one would walk two parts of the rows at once.
   shape.shared = std::max(p.stages * stage_bytes + weight_bytes, std::min(limit, 116 * 1024));
+  shape.most = limit;
   if (p.dweight == nullptr) return launch(&rmsnorm_bwd<V, W, true, false>, shape, stream, p);
   if (p.dx == nullptr) return launch(&rmsnorm_bwd<V, W, false, true>, shape, stream, p);
   return launch(&rmsnorm_bwd<V, W, true, true>, shape, stream, p);
