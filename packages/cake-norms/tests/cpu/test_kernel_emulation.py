@@ -579,7 +579,7 @@ def test_gated_dweight_of_several_waves_has_the_documented_order(
     programs: dict[str, Program], ctas: int, waves: int
 ) -> None:
     """Parts of unequal size, CTAs with several steps, with one that is cut short and with none."""
-    x, dy = _randn(131, 3, 256, seed=1), _randn(131, 3, 256, seed=2)
+    x, dy = _randn(133, 3, 256, seed=1), _randn(133, 3, 256, seed=2)
     z, w = torch.zeros_like(x), torch.ones(256)
     dx, dz, dw, partial = torch.empty_like(x), torch.empty_like(x), torch.empty(256), torch.empty(ctas, 256)
     programs["gated_rmsnorm_bwd"].run(dx, dz, dw, partial, dy, x, z, w, EPS, 1, ctas, waves)
