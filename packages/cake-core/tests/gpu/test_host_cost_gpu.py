@@ -206,6 +206,6 @@ def test_a_forward_call_costs_the_host_15_us_above_its_launch(op: str, grad: boo
         if grad:
             figure(10, f"of which torch's autograd, {name}", torchs, "us")
             above -= torchs
-        # The 15 us are for a host where an empty call takes 25 ns and an allocation 1.8 us. Virtual machines with such a
-        # device were seen that take 1.3 times as long for the one and 2.3 times for the other.
+        # The 15 us are for a host where an empty call takes 25 ns and an allocation 1.8 us. Virtual machines with such
+        # a device were seen that take 1.3 times as long for the one and 2.3 times for the other.
         assert above <= 15 * max(1.0, empty / 0.025, allocated / 1.8)

@@ -2,7 +2,8 @@
 
 A BF16 result of one correct rounding has 1.66e-3 on average. The error of few elements scatters around it: the gate
 allows an output 1.02 times the error of its own correct rounding (``gates.rel_rms_limit``); 1.00001 times was measured.
-The figures here are the largest seen on either backend, of outputs of 2048 elements or more. "dweight" is FP32, "dweight_bf16" is rounded once more.
+The figures here are the largest seen on either backend, of outputs of 2048 elements or more. "dweight" is FP32,
+"dweight_bf16" is rounded once more.
 """
 
 from __future__ import annotations
