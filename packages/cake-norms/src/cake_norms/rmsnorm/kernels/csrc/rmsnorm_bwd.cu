@@ -193,7 +193,7 @@ cudaError_t launch_main(RmsnormBwd p, cudaStream_t stream) {
   Shape shape = {static_cast<unsigned>(p.partial_rows), static_cast<unsigned>(p.row_groups * p.threads_per_row)};
   p.wave_ctas = static_cast<int>(p.partial_rows / p.waves);
   // Two stages cover the memory latency where the rows of a CTA are independent warps, three where they wait at
-  // barriers; more than 128 KB of ring would only scatter the reads. The bits do not depend on it.
+  // barriers; more would only scatter the reads. The bits do not depend on it.
   const int stage_bytes = V * static_cast<int>(shape.threads) * 32;
   const int limit = shared_limit() - 256;  // less the static part
   int weight_bytes = p.weight_fp32 && p.dx != nullptr ? 4 * p.hidden : 0;
