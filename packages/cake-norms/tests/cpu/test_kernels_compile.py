@@ -79,9 +79,15 @@ def test_no_source_adds_by_atomics(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_hold_no_assembly_and_index_with_64_bits(op: str) -> None:
-    """PTX stays in the shared header; whatever is multiplied by a stride or counts tokens is int64_t in the launch."""
+    """PTX stays in the shared header; whatever is multiplied by a stride or counts tokens is int64_t in the launch. The
+    gated norm's strides and cursor have 32 bits: each of their products is widened first, and nobody else makes one."""
     for file in (KERNELS[op] / "csrc").iterdir():
         code = re.sub(r"//.*", "", file.read_text())
         assert not re.search(r"\basm\b", code), file.name
         narrow = re.findall(r"\b(?:int|unsigned|uint32_t)\s+(\w*(?:_vecs|_stride|rows|tokens)\b)(?=\s*[;=])", code)
-        assert narrow == (["tokens"] if file.name == "gated_rows.h" else []), f"{file.name}: {narrow}"
+        strides = ["token_vecs", "head_vecs", "tokens"] if file.name == "gated_rows.h" else []
+        assert narrow == strides, f"{file.name}: {narrow}"
+        if file.suffix in (".cu", ".cuh"):
+            products = re.findall(r"(\S+) \* rows\.(?:token|head)_vecs", code)
+            assert len(products) == len(re.findall(r"\b(?:token|head)_vecs", code)), file.name
+            assert all(re.fullmatch(r"static_cast<uint64_t>\(\w+\)", factor) for factor in products), file.name
