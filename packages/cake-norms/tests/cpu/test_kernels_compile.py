@@ -90,4 +90,4 @@ def test_kernels_hold_no_assembly_and_index_with_64_bits(op: str) -> None:
         if file.suffix in (".cu", ".cuh"):
             products = re.findall(r"(\S+) \* rows\.(?:token|head)_vecs", code)
             assert len(products) == len(re.findall(r"\b(?:token|head)_vecs", code)), file.name
-            assert all(re.fullmatch(r"static_cast<uint64_t>\(\w+\)", factor) for factor in products), file.name
+            assert all(re.search(r"static_cast<uint64_t>\(\w+\)$", factor) for factor in products), file.name
