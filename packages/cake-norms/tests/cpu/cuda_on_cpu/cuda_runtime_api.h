@@ -1,5 +1,5 @@
 // Runs the kernels' own sources lane by lane on the CPU: stands in for the CUDA headers when a .cu file is compiled by
-// the host compiler. Used by test_kernel_emulation.py alone.
+// the host compiler. Used by norms_emulation.py alone.
 //
 // A CTA is run by one thread that switches between its lanes at every shuffle and barrier, in an order that a seed
 // shuffles: code that needs a barrier it does not have sees values that were not written yet. A shuffle or a barrier
