@@ -102,7 +102,7 @@ def test_a_forward_call_costs_the_host_little(
     launches: list[int], op: Callable[[bool], Callable[[], Tensor]], grad: bool, bound: float
 ) -> None:
     """On a host where a Python call takes 25 ns; the call of the program is not in it. An idle machine takes 7 to 9 us
-    and 13 us with autograd: the bounds leave room for a busy one, and what is slow without being a call is seen here."""
+    and 13 us with autograd: the bounds leave room for a busy one, and what is slow without being a call shows here."""
     call = op(grad)
     assert call().requires_grad == grad
 
