@@ -24,7 +24,7 @@ from .arch import MIN_CUDA
 from .build import SIDECAR, SIDECAR_SCHEMA, Event
 from .build_json import Manifest
 from .cache_key import core_include, file_sha256
-from .compiler import is_intact
+from .compiler import is_intact, sync
 from .errors import check_str, message
 from .loader import KernelPackage, kernel_package
 from .locks import try_lock
@@ -70,10 +70,10 @@ def write(
         with _folder_errors(folder):
             for file in built:
                 shutil.copyfile(file, folder / file.name)
-                _sync(folder / file.name)
+                sync(folder / file.name)
             (folder / SIDECAR).write_text(json.dumps(info, indent=1) + "\n")
             for made in (folder / SIDECAR, folder):
-                _sync(made)
+                sync(made)
     return tuple(package.aot / file.name for file in built)
 
 
@@ -208,20 +208,12 @@ def _replacement(folder: Path) -> Generator[Path]:
                 if old.exists():
                     os.rename(old, folder)
                 raise
-            _sync(parent)
+            sync(parent)
             shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(made, ignore_errors=True)
         lock_file.unlink(missing_ok=True)
         lock.release()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -86,8 +86,8 @@ def run_bench(
         on_row: called with each finished row.
 
     Raises: what a ``check`` or a ``run`` raises, with a note that names the target, unless the target is optional: then
-        the row is missing and ``absent`` of the document has the reason; ValueError for ``rounds`` below 1,
-    NotImplementedError for another device type, RuntimeError without a CUDA device.
+        the row is missing and ``absent`` of the document has the reason; ValueError for ``rounds`` below 1;
+        NotImplementedError for another device type; RuntimeError without a CUDA device.
     """
     import torch
 

@@ -31,6 +31,7 @@ __all__ = [
     "is_intact",
     "lock_library",
     "remove_library",
+    "sync",
 ]
 
 SIDECAR: Final = "build_info.json"
@@ -154,14 +155,14 @@ class Compilation:
             sidecar = self._folder / SIDECAR
             sidecar.write_text(json.dumps(self._description(made), indent=1) + "\n")
             for file in (made, sidecar, self._folder):
-                _sync(file)
+                sync(file)
             try:
                 os.rename(self._folder, self.path.parent)
             except OSError as error:
                 # Somebody without a working lock was faster; its library is as good as ours.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            _sync(self.path.parent.parent)
+            sync(self.path.parent.parent)
             _beside(self.path, ".log").unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -241,7 +242,8 @@ def _make_private(folder: Path) -> None:
                     raise
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What was written to a file, or into a folder, outlives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -21,16 +21,6 @@ PROGRAMS = ("alpha", "beta")
 
 
 @pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolchain:
-    """Compilers that take milliseconds, and an empty cache."""
-    fake = FakeToolchain(tmp_path / "tools")
-    for name, value in fake.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CAKE_CACHE_DIR", str(tmp_path / "cache"))
-    return fake
-
-
-@pytest.fixture
 def package(tools: FakeToolchain, tmp_path: Path) -> KernelPackage:
     """Two programs for two architectures."""
     kernels = write_kernels(tmp_path / "op" / "kernels", PROGRAMS, archs=("sm_80", "sm_90a"))

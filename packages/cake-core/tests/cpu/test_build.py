@@ -20,15 +20,10 @@ from cake_core.testing.fake_toolchain import FakeToolchain, write_kernels
 
 
 @pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolchain:
-    """Fake compilers and an empty cache."""
-    fake = FakeToolchain(tmp_path / "tools")
-    for name, value in fake.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CAKE_CACHE_DIR", str(tmp_path / "cache"))
+def tools(tools: FakeToolchain, monkeypatch: pytest.MonkeyPatch) -> FakeToolchain:
+    """Two builds at a time."""
     monkeypatch.setenv("CAKE_BUILD_JOBS", "2")
-    toolchain.forget()
-    return fake
+    return tools
 
 
 def demo(folder: Path, programs: tuple[str, ...] = ("alpha",), **options: Any) -> Manifest:

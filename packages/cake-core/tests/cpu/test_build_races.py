@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cake_core import build, locks, manifest, toolchain
+from cake_core import build, locks, manifest
 from cake_core.build_json import Manifest
 from cake_core.testing.fake_toolchain import FakeToolchain, write_kernels
 
@@ -71,17 +71,6 @@ class Builders:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-
-
-@pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolchain:
-    """Fake compilers and an empty cache, for this process and its children."""
-    fake = FakeToolchain(tmp_path / "tools")
-    for name, value in fake.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CAKE_CACHE_DIR", str(tmp_path / "cache"))
-    toolchain.forget()
-    return fake
 
 
 @pytest.fixture

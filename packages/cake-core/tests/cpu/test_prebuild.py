@@ -34,16 +34,6 @@ def registered() -> Iterator[None]:
 
 
 @pytest.fixture
-def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolchain:
-    """Compilers that take milliseconds, and an empty cache."""
-    fake = FakeToolchain(tmp_path / "toolkit")
-    for name, value in fake.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CAKE_CACHE_DIR", str(tmp_path / "cache"))
-    return fake
-
-
-@pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Records every request to a package, and passes it on."""
     requests: list[tuple[str, ...]] = []
@@ -153,15 +143,15 @@ def test_an_architecture_without_libraries_is_refused() -> None:
         prebuild("synthetic", arch="sm_103a", columns=64)
 
 
-def test_a_toolkit_that_is_too_old_is_refused(toolkit: FakeToolchain) -> None:
+def test_a_toolkit_that_is_too_old_is_refused(tools: FakeToolchain) -> None:
     """R51: RuntimeError naming both versions."""
-    toolkit.set_version("12.4.1")
+    tools.set_version("12.4.1")
     toolchain.forget()
     with pytest.raises(RuntimeError, match=r"12\.4\.1.*12\.8"):
         prebuild("synthetic", arch="sm_90a", columns=64)
 
 
-def test_every_library_of_the_parameters_is_built(toolkit: FakeToolchain) -> None:
+def test_every_library_of_the_parameters_is_built(tools: FakeToolchain) -> None:
     """R53: both variants and both passes, sorted; other parameters have other libraries."""
     paths = prebuild("synthetic", arch="sm_90a", columns=64)
     assert paths == tuple(sorted(paths))
@@ -172,7 +162,7 @@ def test_every_library_of_the_parameters_is_built(toolkit: FakeToolchain) -> Non
     )
 
 
-def test_an_op_that_lists_no_libraries_builds_all_of_them(toolkit: FakeToolchain) -> None:
+def test_an_op_that_lists_no_libraries_builds_all_of_them(tools: FakeToolchain) -> None:
     """R53: every library of every package for the architecture."""
     with registry.override({"synthetic": replace(OP, libraries=None)}):
         names = stems(prebuild("synthetic", arch="sm_80", columns=64))
@@ -182,7 +172,7 @@ def test_an_op_that_lists_no_libraries_builds_all_of_them(toolkit: FakeToolchain
         prebuild("synthetic", arch="sm_80", columns=64)
 
 
-def test_the_routes_of_the_op_load_what_prebuild_built(toolkit: FakeToolchain) -> None:
+def test_the_routes_of_the_op_load_what_prebuild_built(tools: FakeToolchain) -> None:
     """R53: a recorder in place of the programs sees exactly the prebuilt libraries, on every device."""
     REQUIREMENTS["R93"]("synthetic")
     for capability, arch in (((9, 0), "sm_90a"), ((8, 0), "sm_80"), ((12, 0), "sm_80")):
@@ -213,7 +203,7 @@ def test_an_architecture_is_built_without_a_gpu(
 # What is remembered ------------------------------------------------------------------------------------------------
 
 
-def test_a_second_call_does_no_work(toolkit: FakeToolchain, builds: list[Any]) -> None:
+def test_a_second_call_does_no_work(tools: FakeToolchain, builds: list[Any]) -> None:
     """R54: the same call again returns the same paths without asking a package."""
     first = prebuild("synthetic", arch="sm_90a", columns=64)
     assert len(builds) == 1
@@ -224,7 +214,7 @@ def test_a_second_call_does_no_work(toolkit: FakeToolchain, builds: list[Any]) -
 
 @pytest.mark.parametrize("change", ["arch", "columns", "option", "cache", "version", "nvcc", "registry", "device"])
 def test_a_call_under_other_circumstances_is_another_call(
-    change: str, toolkit: FakeToolchain, builds: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, tools: FakeToolchain, builds: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R54: every ingredient of the memory: device and architecture, compiler, cache, parameters, options, registry."""
     if change == "device":
@@ -244,7 +234,7 @@ def test_a_call_under_other_circumstances_is_another_call(
     elif change == "cache":
         monkeypatch.setenv("CAKE_CACHE_DIR", str(tmp_path / "other"))
     elif change == "version":
-        toolkit.set_version("13.0.99")
+        tools.set_version("13.0.99")
         toolchain.forget()
     elif change == "nvcc":
         other = FakeToolchain(tmp_path / "other-toolkit")
@@ -255,9 +245,7 @@ def test_a_call_under_other_circumstances_is_another_call(
     assert len(builds) == 2
 
 
-def test_a_failure_is_not_remembered(
-    toolkit: FakeToolchain, builds: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_not_remembered(tools: FakeToolchain, builds: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """R55: the next call tries again."""
     original = build.build
 
@@ -273,7 +261,7 @@ def test_a_failure_is_not_remembered(
 
 
 @pytest.mark.parametrize(("op", "forgotten"), [("synthetic", True), (None, True), ("other", False)])
-def test_release_forgets(op: str | None, forgotten: bool, toolkit: FakeToolchain, builds: list[Any]) -> None:
+def test_release_forgets(op: str | None, forgotten: bool, tools: FakeToolchain, builds: list[Any]) -> None:
     """R55: of the op it names, or of all."""
     with registry.override({"synthetic": OP, "other": replace(OP, name="other", flags=())}):
         prebuild("synthetic", arch="sm_90a", columns=64)
@@ -282,7 +270,7 @@ def test_release_forgets(op: str | None, forgotten: bool, toolkit: FakeToolchain
     assert len(builds) == (2 if forgotten else 1)
 
 
-def test_a_library_that_was_deleted_is_built_again(toolkit: FakeToolchain, builds: list[Any]) -> None:
+def test_a_library_that_was_deleted_is_built_again(tools: FakeToolchain, builds: list[Any]) -> None:
     """R56: a remembered path that is gone is noticed."""
     paths = prebuild("synthetic", arch="sm_90a", columns=64)
     paths[1].unlink()
@@ -291,7 +279,7 @@ def test_a_library_that_was_deleted_is_built_again(toolkit: FakeToolchain, build
     assert len(builds) == 2
 
 
-def test_progress_reports_every_step_of_every_library(toolkit: FakeToolchain, tmp_path: Path) -> None:
+def test_progress_reports_every_step_of_every_library(tools: FakeToolchain, tmp_path: Path) -> None:
     """R57: queued, started, finished with library, seconds, index and total; then cached; failed with its error."""
     events: list[Event] = []
     prebuild("synthetic", arch="sm_90a", columns=64, progress=events.append)
@@ -306,7 +294,7 @@ def test_progress_reports_every_step_of_every_library(toolkit: FakeToolchain, tm
     assert {(event.state, event.library) for event in events if event.state != "queued"} == {
         ("cached", name) for name in names
     }
-    compile_script = toolkit.folder / "compile"
+    compile_script = tools.folder / "compile"
     compile_script.write_text("#!/bin/sh\necho broken >&2; exit 1\n")
     events.clear()
     with pytest.raises(BuildError):
@@ -315,7 +303,7 @@ def test_progress_reports_every_step_of_every_library(toolkit: FakeToolchain, tm
     assert "broken" in (failed.error or "")
 
 
-def test_events_are_numbered_over_all_packages(toolkit: FakeToolchain, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_numbered_over_all_packages(tools: FakeToolchain, monkeypatch: pytest.MonkeyPatch) -> None:
     """R57: an op with two packages has one count."""
     second = Package("again", "native", "kernels")
     spec = replace(OP, packages=(*OP.packages, second), libraries=None)
@@ -330,7 +318,7 @@ def test_events_are_numbered_over_all_packages(toolkit: FakeToolchain, monkeypat
 # no_build ----------------------------------------------------------------------------------------------------------
 
 
-def test_builds_are_forbidden_in_every_thread(toolkit: FakeToolchain) -> None:
+def test_builds_are_forbidden_in_every_thread(tools: FakeToolchain) -> None:
     """R58: a backward runs on autograd's threads, so the block counts for the whole process."""
     errors: list[BaseException] = []
 
@@ -348,7 +336,7 @@ def test_builds_are_forbidden_in_every_thread(toolkit: FakeToolchain) -> None:
     assert len(prebuild("synthetic", arch="sm_80", columns=64)) == 3
 
 
-def test_forbidding_nests_and_ends_with_an_exception(toolkit: FakeToolchain) -> None:
+def test_forbidding_nests_and_ends_with_an_exception(tools: FakeToolchain) -> None:
     """R58: the outer block counts until it ends, however the inner one ended."""
     with no_build():
         with pytest.raises(KeyError), no_build():
