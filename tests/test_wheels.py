@@ -63,6 +63,7 @@ def test_a_wheel_holds_the_package_its_kernels_and_its_test_support_and_nothing_
     core = wheel(dist, "cake_core")
     assert "cake_core/include/cake/v1/ffi.h" in core
     assert "cake_core/testing/gates.py" in core
+    assert "cake_core/testing/cuda_on_cpu/include/cuda_runtime_api.h" in core
     for name, files in (("cake_norms", norms), ("cake_core", core)):
         assert f"{name}/py.typed" in files
         assert [path for path in files if path.endswith("licenses/LICENSE")]

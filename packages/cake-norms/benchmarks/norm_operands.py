@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from cake_core import configure
 from cake_core.testing.gates import assert_rel_rms
-from cake_norms._testing import DTYPES, Source
+from cake_core.testing.operands import DTYPES, Source
 from cake_norms.gated_rmsnorm import api as gated_api
 from cake_norms.gated_rmsnorm.testing import oracle as gated_oracle
 from cake_norms.rmsnorm import api as rmsnorm_api

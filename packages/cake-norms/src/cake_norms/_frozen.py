@@ -1,4 +1,4 @@
-"""Operands and SHA-256 of the outputs that are promised not to change: the frozen bits of the CUDA kernels.
+"""SHA-256 of the outputs that are promised not to change: the frozen bits of the CUDA kernels.
 
 Lanes, partitions and the order of every sum are part of what ``det`` promises between releases. A release that changes
 one of these hashes changes results bit for bit, and says so in its changelog.
@@ -6,14 +6,7 @@ one of these hashes changes results bit for bit, and says so in its changelog.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-from collections.abc import Iterable
-
-import torch
-from torch import Tensor
-
-__all__ = ["EPS", "GATED_RMSNORM", "RMSNORM", "digest", "uniform"]
+__all__ = ["EPS", "GATED_RMSNORM", "RMSNORM"]
 
 EPS = 1e-6
 
@@ -42,18 +35,3 @@ GATED_RMSNORM: dict[tuple[int, int, int, str, str], tuple[str, str, str, str]] =
     (700, 32, 128, "silu", "bf16"): ("dbe4c915020921b0", "7c8cf0b94f249f7f", "74d1e422a5c0a110", "497f1c5cb94d2ba8"),
     (133, 4, 256, "sigmoid", "fp32"): ("c1fbc42f08b9fda6", "e584349cd1fd81d2", "51a8a99a90a82e74", "12b87fba17c85554"),
 }
-
-
-def uniform(*shape: int, seed: int) -> Tensor:
-    """BF16 values in [-2, 2) from integer arithmetic alone, the same with every torch and on every machine."""
-    count = torch.Size(shape).numel()
-    h = (torch.arange(count, dtype=torch.int64) * 2654435761 + seed * 40503) & 0xFFFFFFFF
-    h = ((h ^ (h >> 15)) * 739982445) & 0xFFFFFFFF
-    h ^= h >> 12
-    return ((h.double() / 2**30) - 2).bfloat16().view(shape)
-
-
-def digest(outputs: Iterable[Tensor]) -> tuple[str, ...]:
-    """The first 16 hex digits of the SHA-256 of each tensor's elements, in memory order of a dense copy."""
-    dense = (output.detach().cpu().contiguous().view(-1).view(torch.uint8) for output in outputs)
-    return tuple(hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()[:16] for raw in dense)

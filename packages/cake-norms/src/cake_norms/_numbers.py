@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["ceil_div", "cut_into_waves"]
+from cake_core.intmath import ceil_div
 
-
-def ceil_div(a: int, b: int) -> int:
-    """Smallest integer >= a / b, for a >= 0 and b > 0."""
-    return -(-a // b)
+__all__ = ["cut_into_waves"]
 
 
 def cut_into_waves(rows: int, step: int, wave: int, max_steps: int) -> tuple[int, int]:

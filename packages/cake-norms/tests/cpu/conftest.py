@@ -5,7 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from norms_emulation import Program, compile_program
+from cake_core.testing.cuda_on_cpu.emulation import Program, compile_program
+from norms_emulation import csrc
 
 
 @pytest.fixture(scope="session")
@@ -13,5 +14,5 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Program]:
     folder = tmp_path_factory.mktemp("cuda_on_cpu")
     names = [(op, f"{op}_{half}") for op in ("rmsnorm", "gated_rmsnorm") for half in ("fwd", "bwd")]
     with ThreadPoolExecutor(2) as pool:
-        paths = list(pool.map(lambda name: compile_program(name[0], name[1], folder), names))
+        paths = list(pool.map(lambda name: compile_program(csrc(name[0]), name[1], folder), names))
     return {path.stem: Program(path) for path in paths}

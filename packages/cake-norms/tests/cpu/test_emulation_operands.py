@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cake_core.testing.cuda_on_cpu.emulation import (
+    OnFakeDevice,
+    Program,
+    at_the_end_of_readable_memory,
+    far_apart,
+    randn,
+    slice_of_nan,
+    survives,
+)
 from cake_core.testing.gates import assert_same_bits
 from cake_norms.gated_rmsnorm import plan as gated_plan
 from cake_norms.rmsnorm import plan
-from norms_emulation import (
-    EPS,
-    OnFakeDevice,
-    Program,
-    backward,
-    forward,
-    gate_backward,
-    randn,
-    slice_of_nan,
-)
+from norms_emulation import EPS, backward, forward, gate_backward
 from torch import Tensor
 
 
@@ -124,37 +120,10 @@ def test_a_strided_operand_of_another_rank_is_refused(programs: dict[str, Progra
         programs["gated_rmsnorm_fwd"].run(torch.empty(2, 2, 3, 64).bfloat16(), wide, wide, w, EPS, 0)
 
 
-def _at_the_end_of_readable_memory(values: Tensor) -> Tensor:
-    """A copy whose last byte is the last one before memory that may not be touched."""
-    nbytes = values.numel() * values.element_size()
-    pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    guard = 16 * mmap.PAGESIZE
-    region = mmap.mmap(-1, pages + guard)
-    raw = torch.frombuffer(region, dtype=torch.uint8)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    assert libc.mprotect(raw.data_ptr() + pages, guard, 0) == 0
-    view = raw[pages - nbytes : pages].view(values.dtype).view(values.shape)
-    return view.copy_(values)
-
-
-def _survives(work: Callable[[], None]) -> bool:
-    """Whether ``work`` ends in a child process; a read past the end kills that process."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no fault report in the log of the tests
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
-
-
 @pytest.mark.parametrize("hidden", [24, 264, 1000, 2880])
 def test_rmsnorm_touches_nothing_behind_its_operands(programs: dict[str, Program], hidden: int) -> None:
     rows = 37
-    edge = _at_the_end_of_readable_memory
+    edge = at_the_end_of_readable_memory
     x, dy, y, dx = (edge(randn(rows, hidden, seed=seed)) for seed in range(4))
     w, dw = edge(torch.zeros(hidden)), edge(torch.zeros(hidden))
     row, p = plan.lanes(hidden), plan.plan_backward(rows, hidden)
@@ -162,43 +131,36 @@ def test_rmsnorm_touches_nothing_behind_its_operands(programs: dict[str, Program
     partial = edge(torch.zeros(p.partial_rows, hidden))
     fwd, bwd = programs["rmsnorm_fwd"], programs["rmsnorm_bwd"]
     back = (p.vectors, p.threads_per_row, p.row_groups, p.partial_rows, p.waves)
-    assert _survives(lambda: fwd.run(y, rstd, x, w, EPS, row.vectors, row.threads_per_row))
+    assert survives(lambda: fwd.run(y, rstd, x, w, EPS, row.vectors, row.threads_per_row))
     alone = torch.empty_like(y)
-    assert _survives(lambda: fwd.run(alone, None, x, w, EPS, row.vectors, row.threads_per_row))
+    assert survives(lambda: fwd.run(alone, None, x, w, EPS, row.vectors, row.threads_per_row))
     fwd.run(y, rstd, x, w, EPS, row.vectors, row.threads_per_row)
     fwd.run(alone, None, x, w, EPS, row.vectors, row.threads_per_row)
     assert_same_bits(alone, y, "y without rstd")
-    assert _survives(lambda: bwd.run(dx, dw, partial if p.partial_rows > 1 else None, dy, x, w, rstd, *back))
+    assert survives(lambda: bwd.run(dx, dw, partial if p.partial_rows > 1 else None, dy, x, w, rstd, *back))
     longer = x.as_strided((rows + 1, hidden), x.stride())  # the proof that such a read is seen
     more_y, more_rstd = torch.empty_like(longer), torch.empty(rows + 1)
-    assert not _survives(lambda: fwd.run(more_y, more_rstd, longer, w, EPS, row.vectors, row.threads_per_row))
+    assert not survives(lambda: fwd.run(more_y, more_rstd, longer, w, EPS, row.vectors, row.threads_per_row))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_gated_kernels_touch_nothing_behind_their_operands(programs: dict[str, Program], dim: int) -> None:
-    edge = _at_the_end_of_readable_memory
+    edge = at_the_end_of_readable_memory
     x, z, dy, y, dx, dz = (edge(randn(37, 1, dim, seed=seed)) for seed in range(6))
     w, dw = edge(torch.ones(dim)), edge(torch.ones(dim))
     p = gated_plan.plan_backward(37, dim)
     partial = edge(torch.zeros(p.partial_rows, dim)) if p.partial_rows > 1 else None
-    assert _survives(lambda: programs["gated_rmsnorm_fwd"].run(y, x, z, w, EPS, 0))
-    assert _survives(
+    assert survives(lambda: programs["gated_rmsnorm_fwd"].run(y, x, z, w, EPS, 0))
+    assert survives(
         lambda: programs["gated_rmsnorm_bwd"].run(dx, dz, dw, partial, dy, x, z, w, EPS, 0, p.partial_rows, p.waves)
     )
 
 
-def _far_apart(values: Tensor, dim: int, place: int) -> Tensor:
-    """A copy with 2^31 vectors of 16 bytes and a few between the entries of ``dim``, in memory that nobody touches."""
-    step = 2**34 + 64  # elements
-    size = 2 * step * (values.shape[dim] - 1) + 2**20
+def _far_apart(values: dict[str, Tensor], dim: int) -> dict[str, Tensor]:
     try:
-        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
-    except OSError as error:  # vm.overcommit_memory = 2, or a limit on addresses
-        pytest.skip(f"{size >> 30} GiB of addresses are not to be had: {error}")
-    strides = list(values.stride())
-    strides[dim] = step
-    raw = torch.frombuffer(region, dtype=torch.bfloat16)
-    return raw.as_strided(values.shape, strides, 4096 * place).copy_(values)
+        return {name: far_apart(value, dim, place) for place, (name, value) in enumerate(values.items())}
+    except OSError as error:
+        pytest.skip(f"no memory of 32 GiB steps: {error}")
 
 
 def test_rmsnorm_offsets_have_64_bits(programs: dict[str, Program]) -> None:
@@ -208,8 +170,8 @@ def test_rmsnorm_offsets_have_64_bits(programs: dict[str, Program]) -> None:
     y, rstd = forward(programs["rmsnorm_fwd"], x, w)
     row = plan.lanes(hidden)
     lanes = (row.vectors, row.threads_per_row)
-    far = {name: _far_apart(value, 0, k) for k, (name, value) in enumerate({"x": x, "dy": dy, "y": y, "dx": x}.items())}
-    assert _survives(lambda: programs["rmsnorm_fwd"].run(far["y"], None, far["x"], w, EPS, *lanes))
+    far = _far_apart({"x": x, "dy": dy, "y": y, "dx": x}, 0)
+    assert survives(lambda: programs["rmsnorm_fwd"].run(far["y"], None, far["x"], w, EPS, *lanes))
     programs["rmsnorm_fwd"].run(far["y"].zero_(), None, far["x"], w, EPS, *lanes)
     assert_same_bits(far["y"], y, "y")
     for ctas in (1, 3):
@@ -218,7 +180,7 @@ def test_rmsnorm_offsets_have_64_bits(programs: dict[str, Program]) -> None:
         programs["rmsnorm_bwd"].run(dx, dw, partial, dy, x, w, rstd, *launch)
         got_dw = torch.empty(hidden)
         operands = (far["dx"].zero_(), got_dw, partial, far["dy"], far["x"], w, rstd)
-        assert _survives(lambda: programs["rmsnorm_bwd"].run(*operands, *launch))  # noqa: B023
+        assert survives(lambda: programs["rmsnorm_bwd"].run(*operands, *launch))  # noqa: B023
         programs["rmsnorm_bwd"].run(*operands, *launch)
         assert_same_bits(far["dx"], dx, "dx")
         assert_same_bits(got_dw, dw, "dweight")
@@ -231,8 +193,7 @@ def test_gated_offsets_have_64_bits(programs: dict[str, Program], shape: tuple[i
     y, w = torch.empty_like(x), 1 + randn(64, seed=3)
     programs["gated_rmsnorm_fwd"].run(y, x, z, w, EPS, 0)
     want = {"y": y, **gate_backward(programs["gated_rmsnorm_bwd"], dy, x, z, w, 0)}
-    named = {"x": x, "z": z, "dy": dy, "y": x, "dx": x, "dz": x}
-    far = {name: _far_apart(value, dim, k) for k, (name, value) in enumerate(named.items())}
+    far = _far_apart({"x": x, "z": z, "dy": dy, "y": x, "dx": x, "dz": x}, dim)
     far["dweight"] = torch.empty_like(w)
     outputs = (far["dx"], far["dz"], far["dweight"], None)
 
@@ -240,7 +201,7 @@ def test_gated_offsets_have_64_bits(programs: dict[str, Program], shape: tuple[i
         programs["gated_rmsnorm_fwd"].run(far["y"], far["x"], far["z"], w, EPS, 0)
         programs["gated_rmsnorm_bwd"].run(*outputs, far["dy"], far["x"], far["z"], w, EPS, 0, 1, 1)
 
-    assert _survives(run)
+    assert survives(run)
     run()
     for name, wanted in want.items():
         assert wanted is not None

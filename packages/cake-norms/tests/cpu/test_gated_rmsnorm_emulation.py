@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cake_core.testing.cuda_on_cpu.emulation import Program, assert_ulps, randn, slice_of_nan
 from cake_core.testing.gates import assert_guards, assert_rel_rms, assert_same_bits, poisoned_empty
 from cake_norms.gated_rmsnorm import plan as gated_plan
 from cake_norms.gated_rmsnorm.testing.oracle import dweight_bound, gate_error
-from norms_emulation import (
-    DTYPES,
-    EPS,
-    Program,
-    assert_ulps,
-    dweight_in_order,
-    gate_backward,
-    randn,
-    slice_of_nan,
-)
+from norms_emulation import DTYPES, EPS, dweight_in_order, gate_backward
 from torch import Tensor
 
 

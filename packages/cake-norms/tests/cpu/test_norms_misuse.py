@@ -10,7 +10,6 @@ import torch
 from cake_core import config
 from cake_core.testing.fake_cuda import FakeCuda
 from cake_core.testing.launches import Launch, recorded_launches
-from cake_norms import _layout
 from cake_norms.gated_rmsnorm import rmsnorm_gate, rmsnorm_gate_bwd, rmsnorm_gate_fwd
 from cake_norms.rmsnorm import zero_centered_rmsnorm, zero_centered_rmsnorm_bwd, zero_centered_rmsnorm_fwd
 from torch import Tensor
@@ -74,24 +73,6 @@ def test_outputs_made_in_inference_mode_are_written(name: str, launches: list[La
 def wrapper(value: Tensor) -> Tensor:
     collectives = pytest.importorskip("torch.distributed._functional_collectives")
     return collectives.AsyncCollectiveTensor(value)
-
-
-@pytest.mark.parametrize("view", [_layout.rows, _layout.heads, _layout.vector])
-def test_the_result_of_a_running_collective_is_copied(view: Callable[[Tensor], Tensor]) -> None:
-    """Its own address is 0, which is aligned: a kernel would read the null page."""
-    value = normal(64) if view is _layout.vector else normal(4, 2, 64)
-    assert wrapper(value).data_ptr() == 0
-    got = view(wrapper(value))
-    assert type(got) is Tensor
-    assert got.data_ptr() != 0
-    assert torch.equal(got.reshape(value.shape), value)
-
-
-def test_a_wrapper_that_cannot_be_copied_into_memory_is_refused() -> None:
-    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
-    value = normal(4, 64)
-    with pytest.raises(TypeError, match="a TwoTensor without memory of its own"):
-        _layout.rows(two_tensor.TwoTensor(value, value))
 
 
 @pytest.mark.parametrize("name", OUTPUTS)

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from cake_core.testing.gates import assert_rel_rms
-from cake_norms._testing import Source, bf16_ulp, budget_name
+from cake_core.testing.operands import Source, budget_name
 from cake_norms.gated_rmsnorm.testing import oracle as gated_oracle
 from cake_norms.rmsnorm.testing import oracle as rmsnorm_oracle
 from torch import Tensor
@@ -152,14 +152,6 @@ def _dweight_budget(weight: torch.dtype) -> float:
     return module_of("gated_rmsnorm", "budgets").BUDGETS[budget_name("dweight", weight)].rel_rms
 
 
-def test_bf16_ulp_is_the_distance_to_the_next_number() -> None:
-    exact = torch.tensor([1.0, 1.5, 2.0, 255.0, -3.0, 1e-20, 1e30], dtype=torch.float64)
-    numbers = exact.to(torch.bfloat16)
-    upward = (numbers.abs().view(torch.int16) + 1).view(torch.bfloat16)
-    assert bf16_ulp(numbers.double()).tolist() == (upward.double() - numbers.abs().double()).tolist()
-    assert bf16_ulp(torch.tensor([0.0], dtype=torch.float64)).item() == 2.0**-133
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_every_verify_case_is_within_its_budgets_and_elementwise_bounds(op: str) -> None:
     """R91: the CPU backend on every shape of ``cake verify``; each budget refuses a 2 % scale error of the output."""
@@ -245,12 +237,6 @@ def test_budgets_lie_between_what_was_measured_and_two_per_cent(op: str) -> None
         assert budget.measured is not None, name
         assert budget.measured <= budget.rel_rms < 0.0196, name
         assert budget.where, name
-
-
-def test_a_weight_gradient_in_bf16_has_a_budget_of_its_own() -> None:
-    assert budget_name("dweight", torch.bfloat16) == "dweight_bf16"
-    assert budget_name("dweight", torch.float32) == "dweight"
-    assert budget_name("dx", torch.bfloat16) == "dx"
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cake_core.testing.cuda_on_cpu.emulation import Program, assert_ulps, randn, slice_of_nan
+from cake_core.testing.frozen import digest, uniform
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
-from cake_norms._frozen import RMSNORM, digest, uniform
+from cake_norms._frozen import RMSNORM
 from cake_norms.rmsnorm import plan
-from norms_emulation import (
-    DTYPES,
-    EPS,
-    Program,
-    assert_ulps,
-    backward,
-    dweight_in_order,
-    forward,
-    randn,
-    slice_of_nan,
-)
+from norms_emulation import DTYPES, EPS, backward, dweight_in_order, forward
 from torch import Tensor
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from cake_core import configure, workspace
+from cake_core.testing.frozen import digest, uniform
 from cake_core.testing.gates import assert_same_bits
-from cake_norms._frozen import EPS, GATED_RMSNORM, RMSNORM, digest, uniform
+from cake_norms._frozen import EPS, GATED_RMSNORM, RMSNORM
 from cake_norms.gated_rmsnorm import rmsnorm_gate_bwd, rmsnorm_gate_fwd
 from cake_norms.rmsnorm import zero_centered_rmsnorm_bwd, zero_centered_rmsnorm_fwd
 from torch import Tensor

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cake_core.errors import check_str, message
-from torch import Tensor
-
-from .._layout import heads_in_place
-from .._operands import (
+from cake_core.layout import heads_in_place
+from cake_core.operands import (
     CPU_DTYPES,
     CUDA_DTYPES,
     check_dense,
@@ -24,7 +22,9 @@ from .._operands import (
     is_abstract,
     place,
 )
-from .._served import one_of
+from cake_core.served import one_of
+from torch import Tensor
+
 from . import plan
 
 __all__ = ["check_backward", "check_forward", "check_forward_output", "check_host"]

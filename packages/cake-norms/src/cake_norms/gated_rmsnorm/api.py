@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from cake_core import variants
+from cake_core.operands import check_needs, is_intercepted
 from torch import Tensor
 
-from .. import _variant
-from .._operands import check_needs, is_intercepted
 from . import plan
 from ._checks import check_backward, check_forward, check_forward_output, check_host
 from .autograd import apply
@@ -128,7 +128,7 @@ def _differentiable(entry: str, x: Tensor, z: Tensor, weight: Tensor, eps: float
         from . import custom_ops
 
         return custom_ops.forward(x, z, weight, eps, activation)
-    variant = _variant.read("gated_rmsnorm")
+    variant = variants.read("gated_rmsnorm")
     if torch.is_grad_enabled() and (x.requires_grad or z.requires_grad or weight.requires_grad):
         return apply(x, z, weight, (eps, activation, kind, variant))
     return select(kind, x).forward(x, z, weight, eps, activation, None)
@@ -141,7 +141,7 @@ def run_forward(
     eps = check_host(entry, eps, activation)
     kind = check_forward(entry, x, z, weight)
     check_forward_output(entry, kind, x, z, weight, out)
-    _variant.read("gated_rmsnorm")
+    variants.read("gated_rmsnorm")
     return select(kind, x).forward(x, z, weight, eps, activation, out)
 
 
@@ -164,7 +164,7 @@ def run_backward(
     if dy is None or not any(needs):
         return None, None, None
     kind = check_backward(entry, dy, x, z, weight, dx, dz, dweight, needs)
-    _variant.read("gated_rmsnorm")
+    variants.read("gated_rmsnorm")
     return select(kind, x).backward(dy, x, z, weight, eps, activation, dx, dz, dweight, needs)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from cake_core import variants
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
 from torch.autograd.function import once_differentiable
 
-from .. import _variant
 from .backends import select
 
 __all__ = ["RMSNormGateFunction", "apply"]
@@ -35,7 +35,7 @@ class RMSNormGateFunction(torch.autograd.Function):
         if dy is None:
             return (None,) * 4
         backend, variant, eps, activation = ctx.call
-        _variant.settle("gated_rmsnorm", variant)
+        variants.settle("gated_rmsnorm", variant)
         x, z, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         found = backend.backward(dy, x, z, weight, eps, activation, None, None, None, needs)

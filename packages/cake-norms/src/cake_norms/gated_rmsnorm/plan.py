@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cake_core.served import native_arch
+
 from .._numbers import cut_into_waves
-from .._served import native_arch
 
 __all__ = ["ACTIVATIONS", "HEAD_DIMS", "BackwardPlan", "libraries", "library", "plan_backward"]
 
@@ -51,7 +52,7 @@ def plan_backward(rows: int, head_dim: int) -> BackwardPlan:
 
 def library(program: str, arch: str) -> str:
     """Name of the library of ``program`` ("fwd" or "bwd") that a device of ``arch`` runs."""
-    return f"gated_rmsnorm_{program}_{native_arch(arch)}"
+    return f"gated_rmsnorm_{program}_{native_arch(arch, entry='cake_norms')}"
 
 
 def libraries(arch: str) -> dict[str, tuple[str, ...]]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cake_core.errors import message
-from torch import Tensor
-
-from .._layout import rows_in_place
-from .._operands import (
+from cake_core.layout import rows_in_place
+from cake_core.operands import (
     CPU_DTYPES,
     CUDA_DTYPES,
     check_dense,
@@ -23,6 +21,8 @@ from .._operands import (
     is_abstract,
     place,
 )
+from torch import Tensor
+
 from .op import check_hidden_size, supported_hidden_sizes
 
 __all__ = ["check_backward", "check_forward", "check_forward_outputs"]

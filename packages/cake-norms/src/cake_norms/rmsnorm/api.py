@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from cake_core import variants
+from cake_core.operands import check_eps, check_needs, is_intercepted
 from torch import Tensor
 
-from .. import _variant
-from .._operands import check_eps, check_needs, is_intercepted
 from . import plan
 from ._checks import check_backward, check_forward, check_forward_outputs
 from .autograd import apply
@@ -58,7 +58,7 @@ def zero_centered_rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tenso
         from . import custom_ops
 
         return custom_ops.forward(x, weight, eps)
-    variant = _variant.read("rmsnorm")
+    variant = variants.read("rmsnorm")
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return apply(x, weight, (eps, kind, variant))
     return select(kind, x).output(x, weight, eps)
@@ -130,7 +130,7 @@ def run_forward(
     eps = check_eps(eps, entry=entry)
     kind = check_forward(entry, x, weight)
     check_forward_outputs(entry, kind, x, weight, out, rstd)
-    _variant.read("rmsnorm")
+    variants.read("rmsnorm")
     return select(kind, x).forward(x, weight, eps, out, rstd)
 
 
@@ -149,7 +149,7 @@ def run_backward(
     if dy is None or not any(needs):
         return None, None
     kind = check_backward(entry, dy, x, weight, rstd, dx, dweight, needs)
-    _variant.read("rmsnorm")
+    variants.read("rmsnorm")
     return select(kind, x).backward(dy, x, weight, rstd, dx, dweight, needs)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from cake_core import variants
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
 from torch.autograd.function import once_differentiable
 
-from .. import _variant
 from .backends import select
 
 __all__ = ["ZeroCenteredRMSNormFunction", "apply"]
@@ -36,7 +36,7 @@ class ZeroCenteredRMSNormFunction(torch.autograd.Function):
         if dy is None:
             return None, None, None
         backend, variant = ctx.call
-        _variant.settle("rmsnorm", variant)
+        variants.settle("rmsnorm", variant)
         x, weight, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad
         dx, dweight = backend.backward(dy, x, weight, rstd, None, None, (needs[0], needs[1]))

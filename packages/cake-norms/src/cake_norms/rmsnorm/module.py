@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from cake_core import device as device_layer
 from cake_core.errors import message
+from cake_core.operands import check_eps
+from cake_core.served import one_of
 from torch import Tensor
 
-from .._operands import check_eps
-from .._served import one_of
 from .op import check_hidden_size
 
 __all__ = ["ZeroCenteredRMSNorm"]

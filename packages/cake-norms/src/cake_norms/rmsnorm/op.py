@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cake_core.errors import check_int, message
+from cake_core.served import check_arch, check_weight_dtype, refuse_fp16
 from cake_core.spec import OpSpec, Package, Param
 
-from .._served import check_arch, check_weight_dtype, refuse_fp16
 from . import plan
 
 __all__ = ["OP", "check_hidden_size", "check_supported", "is_supported", "supported_hidden_sizes"]

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .._numbers import ceil_div, cut_into_waves
-from .._served import native_arch
+from cake_core.intmath import ceil_div
+from cake_core.served import native_arch
+
+from .._numbers import cut_into_waves
 
 __all__ = [
     "MAX_HIDDEN_SIZE",
@@ -88,7 +90,7 @@ def plan_backward(rows: int, hidden_size: int) -> BackwardPlan:
 
 def library(program: str, arch: str) -> str:
     """Name of the library of ``program`` ("fwd" or "bwd") that a device of ``arch`` runs."""
-    return f"rmsnorm_{program}_{native_arch(arch)}"
+    return f"rmsnorm_{program}_{native_arch(arch, entry='cake_norms')}"
 
 
 def libraries(arch: str, *, hidden_size: int) -> dict[str, tuple[str, ...]]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from cake_core import device, loader, workspace
+from cake_core.layout import heads, vector
+from cake_core.operands import written
 from torch import Tensor
 
-from ..._layout import heads, vector
-from ..._operands import written
 from .. import plan
 
 __all__ = ["backward", "forward"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from cake_core.testing.operands import bf16_ulp
 from torch import Tensor
-
-from ..._testing import bf16_ulp
 
 __all__ = ["Reference", "dweight_bound", "gate_error", "gated_rmsnorm", "reference"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from cake_core.operands import is_abstract
 from torch import Tensor
 
-from ..._operands import is_abstract
 from . import cpu, cuda, meta
 
 __all__ = ["select"]

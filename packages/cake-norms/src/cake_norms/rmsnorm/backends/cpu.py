@@ -9,10 +9,11 @@ dx = r (a - n m)                    dw = sum over rows of dy n, in FP64, blocks 
 from __future__ import annotations
 
 import torch
+from cake_core.cpu_math import blocks, deliver, row_sum, sum_rows
+from cake_core.operands import compute_dtype
 from torch import Tensor
 
-from ..._cpu import blocks, deliver, inverse_rms, row_sum, sum_rows
-from ..._operands import compute_dtype
+from ..._cpu import inverse_rms
 
 __all__ = ["backward", "forward", "output"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from cake_core import device, loader, workspace
+from cake_core.layout import rows, vector
+from cake_core.operands import written
 from torch import Tensor
 
-from ..._layout import rows, vector
-from ..._operands import written
 from .. import plan
 
 __all__ = ["backward", "check_device", "forward", "output"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from cake_core.operands import compute_dtype
 from torch import Tensor
-
-from ..._operands import compute_dtype
 
 __all__ = ["backward", "forward", "output"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from cake_core import configure
 from cake_core.testing.case import Case
+from cake_core.testing.operands import DTYPES, Source, budget_name, deterministic_algorithms, named
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..._testing import DTYPES, Source, budget_name, deterministic_algorithms, named
 from .. import api
 from . import oracle
 

@@ -51,6 +51,18 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// @p st.global.v2 / v4: stores where `wanted` is true, without a branch, so that the code around it stays one block
+// that the scheduler may mix. `address` is global, a multiple of the size.
+__device__ __forceinline__ void store_if(uint2* address, uint2 v, bool wanted) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.s32 p, %3, 0;\n @p st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(address),
+               "r"(v.x), "r"(v.y), "r"(static_cast<int>(wanted)));
+}
+__device__ __forceinline__ void store_if(uint4* address, uint4 v, bool wanted) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.s32 p, %5, 0;\n @p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(address),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<int>(wanted)));
+}
+
 // griddepcontrol.launch_dependents: a kernel launched with launch_behind (launch.h) may start once every CTA of this
 // one has come here or ended. Nothing before sm_90.
 __device__ __forceinline__ void launch_dependents() {

@@ -1,4 +1,4 @@
-// The instructions of cake/v1/ptx.cuh in C++, for cuda_runtime_api.h of this folder.
+// The instructions of cake/v1/ptx.cuh in C++, for the cuda_runtime_api.h of the emulation.
 #pragma once
 
 #include "cuda_runtime_api.h"
@@ -18,8 +18,8 @@ inline uint32_t to_bf16(float f) {
 inline uint32_t cvt_rn_bf16x2(float low, float high) { return to_bf16(high) << 16 | to_bf16(low); }
 
 inline void bar_sync(int id, int threads) {
-  if (id < 0 || id > 15 || threads % 32 != 0) std::abort();
-  cuda_on_cpu::arrive(cuda_on_cpu::cta->barriers[id], threads);
+  if (id < 0 || id > 15 || threads % 32 != 0) cuda_on_cpu::stop("no such named barrier");
+  cuda_on_cpu::arrive(cuda_on_cpu::cta->barriers[id], threads, "barrier");
 }
 
 // A copy arrives as late as it may: in cp_async_wait, at some later __syncthreads, or never. Until then its 16 bytes
@@ -36,6 +36,11 @@ inline void cp_async_commit() {
 template <int kPending>
 void cp_async_wait() {
   cuda_on_cpu::arrive_all_but(kPending);
+}
+
+template <typename T>
+void store_if(T* address, T v, bool wanted) {
+  if (wanted) *address = v;
 }
 
 inline void launch_dependents() {}

@@ -1,4 +1,4 @@
-"""What the ``testing`` packages of both ops share. The ops themselves never import it."""
+"""Operands and names of outputs that the ``testing`` packages of ops share. The ops themselves never import it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which variant a call runs. Both ops' fast runs det's programs, so the answer changes logs and not bits."""
+"""Which variant a call of an op with det and fast runs. Torch-free."""
 
 from __future__ import annotations
 
-from cake_core import config
+from . import config
 
 __all__ = ["read", "settle"]
 

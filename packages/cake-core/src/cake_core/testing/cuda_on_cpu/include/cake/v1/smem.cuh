@@ -1,4 +1,4 @@
-// cake/v1/smem.cuh for cuda_runtime_api.h of this folder.
+// cake/v1/smem.cuh for the cuda_runtime_api.h of the emulation.
 #pragma once
 
 #include "cuda_runtime_api.h"

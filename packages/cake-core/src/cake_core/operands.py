@@ -1,4 +1,4 @@
-"""Operand checks shared by both ops. Reads shapes, strides, dtypes and addresses, never device memory."""
+"""Operand checks that ops share. Reads shapes, strides, dtypes and addresses, never device memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from cake_core import device
-from cake_core.errors import check_float, message
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from ._served import SERVED_DEVICES, one_of
+from . import device
+from .errors import check_float, message
+from .served import SERVED_DEVICES, one_of
 
 __all__ = [
     "CPU_DTYPES",

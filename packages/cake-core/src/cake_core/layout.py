@@ -8,8 +8,9 @@ every other stride that is ever used is a multiple of 8 elements.
 from __future__ import annotations
 
 import torch
-from cake_core.errors import message
 from torch import Tensor
+
+from .errors import message
 
 __all__ = ["heads", "heads_in_place", "rows", "rows_in_place", "vector"]
 
@@ -119,5 +120,5 @@ def _copy(value: Tensor) -> Tensor:
     copied = value.clone(memory_format=torch.contiguous_format)
     if copied.data_ptr() == 0 and copied.numel() > 0:
         got = f"a {type(value).__name__} without memory of its own"
-        raise TypeError(message("cake_norms", "an operand", got, "a torch.Tensor on the device"))
+        raise TypeError(message("cake", "an operand", got, "a torch.Tensor on the device"))
     return copied

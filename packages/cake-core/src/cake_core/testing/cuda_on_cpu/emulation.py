@@ -1,31 +1,39 @@
-"""The CUDA sources of both norms, kernels and bindings, compiled for the CPU and run lane by lane: the harness of the
-``test_*_emulation.py`` files.
+"""An op's CUDA sources, kernels and bindings, compiled for the CPU and run lane by lane; helpers for tests of them.
 
-What this shows without a device: index arithmetic, row tails, the order of every sum, that all lanes reach every
-shuffle and barrier, and that no operand is read past its end. What it cannot show: the device's memory model and the
-last bit of ex2, rcp.
+What this shows without a device: index arithmetic, tails, the order of every sum, that all lanes reach every shuffle
+and barrier, and that no operand is read past its end. What it cannot show: the device's memory model and the last bit
+of ex2, rcp.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import subprocess
-from collections.abc import Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import cake_core
-import cake_norms
 import torch
-from cake_core import env
-from cake_core.testing.gates import assert_guards, poisoned_empty
-from cake_norms.gated_rmsnorm import plan as gated_plan
-from cake_norms.rmsnorm import plan
 from torch import Tensor
 
-EPS = 1e-6
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from ... import env, toolchain
+from ..operands import bf16_ulp
+
+__all__ = [
+    "OnFakeDevice",
+    "Program",
+    "assert_ulps",
+    "at_the_end_of_readable_memory",
+    "compile_program",
+    "far_apart",
+    "fma_chain",
+    "fp64_then_phases",
+    "randn",
+    "slice_of_nan",
+    "survives",
+]
 
 
 class _Device(ctypes.Structure):
@@ -57,6 +65,13 @@ _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 )
 
 
+def _type_code(dtype: torch.dtype) -> int:
+    """The DLDataTypeCode of real numbers."""
+    if dtype.is_floating_point:
+        return 4 if dtype == torch.bfloat16 else 2
+    return 6 if dtype == torch.bool else 0 if dtype.is_signed else 1
+
+
 class OnFakeDevice:
     """A CPU tensor that says it is on CUDA device 0, or has another device, shape or strides, when a binding asks."""
 
@@ -70,8 +85,7 @@ class OnFakeDevice:
         self.tensor, self.where, rank = tensor, where, tensor.dim()
         self.shape = (ctypes.c_int64 * rank)(*(tensor.shape if shape is None else shape))
         self.strides = (ctypes.c_int64 * rank)(*(tensor.stride() if strides is None else strides))
-        code = 4 if tensor.dtype == torch.bfloat16 else 2
-        dtype = _DType(code, 8 * tensor.element_size(), 1)
+        dtype = _DType(_type_code(tensor.dtype), 8 * tensor.element_size(), 1)
         described = _DLTensor(tensor.data_ptr(), _Device(*where), rank, dtype, self.shape, self.strides, 0)
         self.managed = _Managed(described, None, None)
 
@@ -111,26 +125,28 @@ class Program:
         self.native.cuda_on_cpu_shared_limit(bytes_of_a_cta)
 
 
-def compile_program(op: str, program: str, folder: Path) -> Path:
-    csrc = Path(cake_norms.__file__).parent / op / "kernels" / "csrc"
-    tvm_ffi = find_spec("tvm_ffi")
-    assert tvm_ffi is not None
-    assert tvm_ffi.origin is not None
+def compile_program(csrc: Path, program: str, folder: Path) -> Path:
+    """``csrc``/``program``.cu and its binding as a library in ``folder``.
+
+    Raises: AssertionError with the compiler's last words when it fails.
+    """
     includes = (
-        Path(__file__).parent,
-        Path(cake_core.__file__).parent / "include",
-        Path(tvm_ffi.origin).parent / "include",
+        Path(__file__).parent / "include",
+        Path(__file__).parents[2] / "include",
+        toolchain.tvm_ffi_include(),
     )
     library = folder / f"{program}.so"
     flags = ["-shared", "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-w"]
     command = [env.cxx(), *flags, *(f"-I{path}" for path in includes), "-x", "c++"]
     sources = [str(csrc / f"{program}.cu"), str(csrc / f"{program}_binding.cc")]
     done = subprocess.run([*command, *sources, "-o", str(library)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    if done.returncode != 0:
+        raise AssertionError(done.stderr[-4000:])
     return library
 
 
 def randn(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    """scale * N(0, 1) in BF16."""
     return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
 
 
@@ -142,49 +158,58 @@ def slice_of_nan(values: Tensor, before: int = 8, after: int = 16) -> Tensor:
     return view
 
 
+def at_the_end_of_readable_memory(values: Tensor) -> Tensor:
+    """A copy whose last byte is the last one before memory that may not be touched."""
+    nbytes = values.numel() * values.element_size()
+    pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    guard = 16 * mmap.PAGESIZE
+    region = mmap.mmap(-1, pages + guard)
+    raw = torch.frombuffer(region, dtype=torch.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if libc.mprotect(raw.data_ptr() + pages, guard, 0) != 0:
+        raise OSError(ctypes.get_errno(), "mprotect")
+    view = raw[pages - nbytes : pages].view(values.dtype).view(values.shape)
+    return view.copy_(values)
+
+
+def survives(work: Callable[[], object]) -> bool:
+    """Whether ``work`` ends in a child process; a read past the end kills that process."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no fault report in the log of the tests
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def far_apart(values: Tensor, dim: int, place: int) -> Tensor:
+    """A copy with 2^31 vectors of 16 bytes and a few between the entries of ``dim``, in memory that nobody touches.
+
+    ``place`` shifts the copy, so that operands lie differently. BF16.
+    Raises: OSError where so many addresses are not to be had (vm.overcommit_memory = 2, a limit on addresses).
+    """
+    step = 2**34 + 64  # elements
+    size = 2 * step * (values.shape[dim] - 1) + 2**20
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    strides = list(values.stride())
+    strides[dim] = step
+    raw = torch.frombuffer(region, dtype=torch.bfloat16)
+    return raw.as_strided(values.shape, strides, 4096 * place).copy_(values)
+
+
 def assert_ulps(got: Tensor, want: Tensor, bound: float, name: str, floor: float = 1e-30) -> None:
-    exponent = torch.frexp(want.abs().clamp_min(2.0**-126))[1] - 8
-    ulps = ((got.double() - want).abs() - floor).clamp_min(0) / torch.exp2(exponent.double())
-    assert float(ulps.max()) <= bound, f"{name}: {float(ulps.max())} BF16 ulp"
-
-
-def forward(program: Program, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    row = plan.lanes(x.shape[1])
-    y = poisoned_empty(x.shape, torch.bfloat16, "cpu")
-    rstd = poisoned_empty(x.shape[:1], torch.float32, "cpu")
-    program.run(y, rstd, x, w, EPS, row.vectors, row.threads_per_row)
-    assert_guards(y, "y")
-    assert_guards(rstd, "rstd")
-    return y, rstd
-
-
-def backward(
-    program: Program,
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor,
-    rstd: Tensor,
-    needs: tuple[bool, bool] = (True, True),
-    dweight_dtype: torch.dtype | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    rows, hidden = x.shape
-    p = plan.plan_backward(rows, hidden)
-    dx = poisoned_empty(x.shape, torch.bfloat16, "cpu") if needs[0] else None
-    dw = poisoned_empty((hidden,), dweight_dtype or w.dtype, "cpu") if needs[1] else None
-    scratch = poisoned_empty((p.partial_rows, hidden), torch.float32, "cpu")
-    partial = scratch if needs[1] and p.partial_rows > 1 else None
-    program.run(dx, dw, partial, dy, x, w, rstd, p.vectors, p.threads_per_row, p.row_groups, p.partial_rows, p.waves)
-    for name, output in (("dx", dx), ("dweight", dw), ("partial", partial)):
-        if output is not None:
-            assert_guards(output, name)
-    return dx, dw
-
-
-# One width per V and kind of row (below a warp, a warp, several warps), with and without idle lanes.
+    """Every element is within ``floor`` plus ``bound`` BF16 ulp of the FP64 ``want``."""
+    ulps = ((got.double() - want).abs() - floor).clamp_min(0) / bf16_ulp(want)
+    if not float(ulps.max()) <= bound:
+        raise AssertionError(f"{name}: {float(ulps.max())} BF16 ulp")
 
 
 def fp64_then_phases(partial: Tensor) -> Tensor:
-    """Columns of the FP32 partial rows in the order of the reduction: 32 phases, joined pairwise."""
+    """Columns of the FP32 partial rows in the order of reduce.cuh: 32 phases, joined pairwise."""
     phases = torch.zeros(32, partial.shape[1], dtype=torch.float64)
     for index, row in enumerate(partial):
         phases[index % 32] += row.double()
@@ -195,48 +220,9 @@ def fp64_then_phases(partial: Tensor) -> Tensor:
     return phases[0].float()
 
 
-def chain(terms_a: Tensor, terms_b: Tensor) -> Tensor:
+def fma_chain(terms_a: Tensor, terms_b: Tensor) -> Tensor:
     """FMA chain over the rows in FP32; a product of BF16 and FP32 is exact in FP64."""
     total = torch.zeros(terms_a.shape[1])
     for a, b in zip(terms_a, terms_b, strict=True):
         total = (total.double() + a.double() * b.double()).float()
     return total
-
-
-def dweight_in_order(a: Tensor, n: Tensor, partial_rows: int, waves: int, groups: int, unroll: int = 1) -> Tensor:
-    """FP32 dweight of the terms a n, [rows, columns] each, in the documented order."""
-    rows, ctas = len(a), partial_rows // waves
-    partial = torch.zeros(partial_rows, a.shape[1])
-    for cta in range(partial_rows):
-        wave, place = divmod(cta, ctas)
-        first, end = wave * rows // waves, (wave + 1) * rows // waves
-        joined = torch.zeros(a.shape[1], dtype=torch.float64)
-        for group in range(groups):
-            starts = range(first + place * unroll * groups, end, ctas * unroll * groups)
-            mine = [row for start in starts for u in range(unroll) if (row := start + u * groups + group) < end]
-            joined += chain(a[mine], n[mine]).double()
-        partial[cta] = joined.float()
-    return fp64_then_phases(partial)
-
-
-def gate_backward(
-    program: Program,
-    dy: Tensor,
-    x: Tensor,
-    z: Tensor,
-    w: Tensor,
-    activation: int,
-    needs: tuple[bool, bool, bool] = (True, True, True),
-) -> dict[str, Tensor | None]:
-    tokens, heads, dim = x.shape
-    p = gated_plan.plan_backward(tokens * heads, dim)
-    dx, dz = (poisoned_empty(x.shape, torch.bfloat16, "cpu") if need else None for need in needs[:2])
-    dw = poisoned_empty((dim,), w.dtype, "cpu") if needs[2] else None
-    scratch = poisoned_empty((p.partial_rows, dim), torch.float32, "cpu")
-    partial = scratch if needs[2] and p.partial_rows > 1 else None
-    program.run(dx, dz, dw, partial, dy, x, z, w, EPS, activation, p.partial_rows, p.waves)
-    outputs = {"dx": dx, "dz": dz, "dweight": dw}
-    for name, output in outputs.items():
-        if output is not None:
-            assert_guards(output, name)
-    return outputs

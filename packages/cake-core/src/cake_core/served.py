@@ -1,4 +1,4 @@
-"""What both ops serve: architectures, weight dtypes, trainer arguments. Torch-free."""
+"""What ops with the same range serve: architectures, weight dtypes, trainer arguments. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-from cake_core.arch import ARCH_BY_CAPABILITY, PORTABLE_ARCH
-from cake_core.errors import check_str, message
+from .arch import ARCH_BY_CAPABILITY, PORTABLE_ARCH
+from .errors import check_str, message
 
 __all__ = [
     "NATIVE_ARCHES",
@@ -28,8 +28,8 @@ _CPU_WEIGHTS: Final = (*_CUDA_WEIGHTS, "float64")
 _ARCH: Final = re.compile(r"sm_(\d{2,3})[af]?")
 
 
-def native_arch(arch: str) -> str:
-    """The manifest entry that a device of ``arch`` runs.
+def native_arch(arch: str, *, entry: str) -> str:
+    """The manifest entry that a device of ``arch`` runs; ``entry`` is who asks, for the message.
 
     Raises: NotImplementedError below sm_80 and for a name that is no architecture.
     """
@@ -37,7 +37,7 @@ def native_arch(arch: str) -> str:
         return arch
     match = _ARCH.fullmatch(arch)
     if match is None or int(match[1]) < 80:
-        raise NotImplementedError(message("cake_norms", "arch", repr(arch), SERVED_DEVICES))
+        raise NotImplementedError(message(entry, "arch", repr(arch), SERVED_DEVICES))
     return PORTABLE_ARCH
 
 
@@ -52,7 +52,7 @@ def check_arch(arch: object, *, entry: str) -> None:
     if name == "cpu":
         return
     try:
-        native_arch(name)
+        native_arch(name, entry=entry)
     except NotImplementedError:
         known = ", ".join(dict.fromkeys(ARCH_BY_CAPABILITY.values()))
         raise NotImplementedError(

@@ -1,0 +1,66 @@
+"""Arithmetic of the CPU backends whose bits depend on the numbers alone.
+
+torch.sum picks its order by memory layout, batch size and thread count, and elementwise transcendentals use another
+routine for the elements behind the last whole vector of a thread's share. The helpers here do neither, so that a row
+alone has the bits it has in a batch, with any number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK_ROWS", "blocks", "deliver", "row_sum", "sigmoid", "sum_rows"]
+
+BLOCK_ROWS = 1024
+
+# Elements that torch gives to one thread whatever the thread count is (its grain is 32768), in whole vectors.
+_SERIAL = 16384
+_VECTOR = 64
+
+
+def blocks(rows: int) -> Iterator[slice]:
+    """Consecutive blocks of 1024 rows."""
+    for start in range(0, rows, BLOCK_ROWS):
+        yield slice(start, min(start + BLOCK_ROWS, rows))
+
+
+def row_sum(terms: Tensor) -> Tensor:
+    """[rows, n] -> [rows, 1]; overwrites ``terms``. The order of a sum is a function of n."""
+    return _fold(terms, 1)
+
+
+def sum_rows(terms: Tensor) -> Tensor:
+    """[rows, n] -> [n] in FP64; may overwrite ``terms``. The order of a sum is a function of the number of rows."""
+    return _fold(terms.double(), 0)[0]
+
+
+def sigmoid(z: Tensor) -> Tensor:
+    """The logistic function of a contiguous [rows, n] tensor."""
+    flat = z.reshape(-1)
+    padding = -flat.numel() % _VECTOR
+    if padding:
+        flat = torch.cat((flat, flat.new_zeros(padding)))
+    out = torch.empty_like(flat)
+    for start in range(0, flat.numel(), _SERIAL):
+        torch.sigmoid(flat[start : start + _SERIAL], out=out[start : start + _SERIAL])
+    return out[: z.numel()].view(z.shape)
+
+
+def _fold(terms: Tensor, dim: int) -> Tensor:
+    """Add the upper half to the lower half until one slice is left, in place. Elementwise additions have one order."""
+    size = terms.shape[dim]
+    while size > 1:
+        half = (size + 1) // 2
+        terms.narrow(dim, 0, size - half).add_(terms.narrow(dim, half, size - half))
+        size = half
+    return terms.narrow(dim, 0, 1)
+
+
+def deliver(value: Tensor, given: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """``value`` in ``dtype``, or written to the tensor that the caller gave."""
+    if given is not None:
+        return given.copy_(value)
+    return value if dtype is None else value.to(dtype)
