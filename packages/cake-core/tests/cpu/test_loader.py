@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +23,7 @@ from cake_core import build, loader, manifest, no_build, registry, toolchain
 from cake_core.build import BuildForbidden, Event
 from cake_core.loader import KernelPackage, kernel_package
 from cake_core.spec import Package
+from cake_core.testing.host_time import PYTHON_CALL, ROOM, timed, work
 from cake_core.testing.synthetic_op import OP
 
 SOURCE = """
@@ -223,28 +224,17 @@ def test_modules_and_functions_are_memoised(package: KernelPackage, compiled: Pa
 
 
 def test_a_memoised_function_costs_about_100_ns(package: KernelPackage, compiled: Path) -> None:
-    """R41: at most 100 ns where an empty call takes 23 ns, the machine of the measurement; kernel_package likewise."""
+    """R41: at most 100 ns; kernel_package likewise. With room, for an idle machine takes 70 to 115; the count leaves
+    none. The lambda, an empty call, is not in the time."""
     publish(compiled, package.aot / f"{NAME}.so", digests=True)
-    package.load(NAME)
-
-    class Empty:
-        def function(self, library: str, entry: str = "run") -> None:
-            return None
-
-    def nanoseconds(call: Callable[[str], Any], argument: str) -> float:
-        start = time.perf_counter_ns()
-        for _ in range(5_000):
-            call(argument)
-        return (time.perf_counter_ns() - start) / 5_000
-
+    package.function(NAME)
     with registry.override({"synthetic": OP}):
-        calls = ((Empty().function, NAME), (package.function, NAME), (kernel_package, "synthetic"))
-        rounds = [[nanoseconds(*call) for call in calls] for _ in range(40)]
-    # Interleaved, and the fastest of each: other work on the machine only ever adds time.
-    empty, function, package_of = (min(column) for column in zip(*rounds, strict=True))
-    bound = empty / 23 * 100 * 1.5
-    assert function <= bound, f"{function:.0f} ns; an empty call takes {empty:.0f} ns"
-    assert package_of <= bound, f"{package_of:.0f} ns; an empty call takes {empty:.0f} ns"
+        kernel_package("synthetic")
+        for call, instructions in ((lambda: package.function(NAME), 14), (lambda: kernel_package("synthetic"), 12)):
+            found = work(call)
+            assert found.functions <= 2
+            assert found.instructions <= instructions
+            assert timed(call, [PYTHON_CALL.call], enough=ROOM * 100).nanoseconds <= ROOM * 100
 
 
 def test_threads_that_load_at_once_load_once(

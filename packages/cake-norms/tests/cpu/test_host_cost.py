@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import timeit
 from collections.abc import Callable, Iterator
-from statistics import median
 from typing import Any
 
 import pytest
 import torch
 from cake_core import config, device, loader
+from cake_core.testing.host_time import ALLOCATION, PYTHON_CALL, timed, work
 from cake_norms.gated_rmsnorm import rmsnorm_gate
 from cake_norms.rmsnorm import zero_centered_rmsnorm
 from torch import Tensor
@@ -47,11 +45,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield called
 
 
-def cost(call: Callable[[], object]) -> float:
-    """Microseconds, the best of many short runs: what comes in between does not count."""
-    return min(timeit.repeat(call, number=100, repeat=20)) / 100 * 1e6
-
-
 def operands(*shapes: tuple[int, ...], grad: bool) -> list[Tensor]:
     return [torch.ones(shape, dtype=torch.bfloat16).requires_grad_(grad) for shape in shapes]
 
@@ -68,32 +61,19 @@ def gated(grad: bool) -> Callable[[], Tensor]:
     return lambda: rmsnorm_gate(x, z, w)
 
 
-def calls_of(call: Callable[[], object]) -> int:
-    """Python and C functions that one call runs: the same on a busy and an idle machine."""
-    seen = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal seen
-        seen += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return seen
-
-
 @pytest.mark.parametrize(
-    ("op", "grad", "most"), [(rmsnorm, False, 56), (rmsnorm, True, 69), (gated, False, 69), (gated, True, 77)]
+    ("op", "grad", "functions", "instructions"),
+    [(rmsnorm, False, 55, 693), (rmsnorm, True, 68, 830), (gated, False, 68, 915), (gated, True, 76, 977)],
 )
 def test_a_forward_call_runs_few_functions(
-    launches: list[int], op: Callable[[bool], Callable[[], Tensor]], grad: bool, most: int
+    launches: list[int], op: Callable[[bool], Callable[[], Tensor]], grad: bool, functions: int, instructions: int
 ) -> None:
     """What is added to every call shows here, exactly."""
     call = op(grad)
     call()
-    assert calls_of(call) <= most
+    found = work(call)
+    assert found.functions <= functions
+    assert found.instructions <= instructions
 
 
 @pytest.mark.parametrize(("grad", "bound"), [(False, 13.0), (True, 19.0)], ids=["no-grad", "autograd"])
@@ -101,14 +81,10 @@ def test_a_forward_call_runs_few_functions(
 def test_a_forward_call_costs_the_host_little(
     launches: list[int], op: Callable[[bool], Callable[[], Tensor]], grad: bool, bound: float
 ) -> None:
-    """On a host where a Python call takes 25 ns; the call of the program is not in it. An idle machine takes 7 to 9 us
-    and 13 us with autograd: the bounds leave room for a busy one, and what is slow without being a call shows here."""
+    """In microseconds; the call of the program is not in it. An idle machine takes 7 to 9 us and 13 us with autograd:
+    the bounds leave room for a busy one, and what is slow without being a call shows here."""
     call = op(grad)
     assert call().requires_grad == grad
-
-    def found() -> float:
-        """Both of a round on the same busy or idle machine, and the median of some rounds."""
-        return median(cost(call) / max(1.0, cost(lambda: launches) / 0.025) for _ in range(5))
-
-    assert min(found() for _ in range(4)) <= bound, "in none of four tries"
-    assert launches[0] == 1 + 4 * 5 * 100 * 20
+    found = timed(call, like=(PYTHON_CALL, ALLOCATION), enough=bound * 1e3, number=20)
+    assert found.nanoseconds <= bound * 1e3
+    assert launches[0] == 1 + found.calls
