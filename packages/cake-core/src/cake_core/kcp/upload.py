@@ -1,0 +1,74 @@
+"""The tables of a context on its device, brought there by one asynchronous copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import device as devices
+from .. import workspace
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Upload"]
+
+_ALIGN = 4  # elements; every table starts on 16 bytes
+
+
+class Upload:
+    """Integer tables in one buffer of a device. The copy runs on the stream that is current when it is made."""
+
+    __slots__ = ("_buffer", "_event", "_index", "_stream", "tables")
+
+    def __init__(
+        self, tables: Iterable[tuple[Sequence[int], tuple[int, ...], torch.dtype]], device: torch.device
+    ) -> None:
+        """
+        Args:
+            tables: values in row-major order, shape, and torch.int32 or torch.int64.
+            device: where; the index of a CUDA device is given.
+        """
+        import torch
+
+        self.tables: list[Tensor] = []
+        self._event: Any = None
+        self._index, self._stream = device.index, 0
+        tables = list(tables)
+        places: list[tuple[int, int]] = []  # begin and end, in int32 elements
+        total = 0
+        for values, _, dtype in tables:
+            size = len(values) * dtype.itemsize // 4
+            places.append((total, total + size))
+            total += size + -size % _ALIGN
+        host = torch.empty(total, dtype=torch.int32)
+        self._buffer = host if device.type == "cpu" else workspace.uninitialized((total,), torch.int32, device)
+        # Memory of a fake device is the host's: there is nothing to pin and nothing to wait for.
+        real = self._buffer.untyped_storage().device.type != "cpu"
+        if real:
+            host = host.pin_memory()
+        for (values, _, dtype), (begin, end) in zip(tables, places, strict=True):
+            host[begin:end].view(dtype).copy_(torch.tensor(values, dtype=dtype))
+        if self._buffer is not host:
+            self._buffer.copy_(host, non_blocking=True)
+        if real:
+            self._stream = devices.stream(device.index)
+            self._event = torch.Event(device)
+            self._event.record()
+        for (_, shape, dtype), (begin, end) in zip(tables, places, strict=True):
+            self.tables.append(self._buffer[begin:end].view(dtype).view(shape))
+
+    def wait(self) -> None:
+        """Make the device's current stream wait for the copy. The host does not wait."""
+        if self._event is None:
+            return
+        current = devices.backend.uncaptured_stream(self._index)
+        # A graph cannot wait for work outside of it. What captures has waited before: torch synchronises first.
+        if current is None or current == self._stream:
+            return
+        import torch
+
+        self._event.wait()
+        # The buffer belongs to the stream of the copy; this one may still read it when the context is dropped.
+        self._buffer.record_stream(torch.accelerator.current_stream(self._index))
