@@ -1,0 +1,355 @@
+"""The short convolution beside its peers, in one process and in turn: ``python benchmarks/bench_conv1d.py [--json F]``.
+
+Rows are the shapes of ``testing/shapes.py`` and, of those whose models have a fused projection, x as a column slice of
+it. Those of ``GRAPHED``, too short for a launch of their own to be compared, run inside a CUDA graph beside a copy of
+as many bytes ("copy") and have no peers. Every output is compared with the FP64 oracle before it is timed: a wrong
+result of ours stops the run; a peer that is not installed, fails or is wrong is left out with its reason.
+``conv_peers`` says how each peer is called. The host's time for a step at one short shape is reported at the end, as
+``host_time`` of the document.
+
+Two versions of fla do not fit into a process: time another one with a run of its own, ``--peers fla torch --rows
+peered`` under another PYTHONPATH, which times ours and torch again beside it.
+
+``--quick`` runs every part on tiny shapes, on the CPU too: its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from statistics import median
+from typing import Any
+
+import conv_operands
+import torch
+from cake_conv1d.testing.shapes import BENCH
+from cake_core.bench import BenchTarget, absence, run_bench, write_json
+from cake_core.bench_report import Comparison, comparisons, geomeans, label, size_of
+from cake_core.bench_timers import captured
+from conv_operands import PASSES, Conv, Outputs, Run
+from conv_peers import BF16_STEPS, PEERS, Peer
+
+OP = "conv1d"
+# Widths of [q | k | v | z | b | a] by channels; the last is 16480 at tensor parallelism 8, no multiple of 8: copied.
+PROJECTIONS = {8192: 12352, 10240: 16480, 1280: 2060}
+SHAPES: dict[str, Mapping[str, Any]] = {
+    **BENCH,
+    **{
+        f"{shape}-slice": {**params, "row_stride": PROJECTIONS[params["channels"]]}
+        for shape, params in BENCH.items()
+        if params["channels"] in PROJECTIONS and params["tokens"] >= 2048 and not {"row_stride", "weight"} & {*params}
+    },
+    "qwen3next-2k-graph": BENCH["qwen3next-2k-16"],
+}
+GRAPHED = ("qwen3next-64", "qwen3next-512", "qwen3next-2k-graph")
+HOST = "qwen3next-2k-16"
+
+QUICK: dict[str, Mapping[str, Any]] = {
+    "quick-1": {"tokens": 70, "channels": 16},
+    "quick-5": {"tokens": 70, "channels": 16, "documents": 5, "spread": "log-uniform"},
+    "quick-5-slice": {"tokens": 70, "channels": 16, "documents": 5, "spread": "log-uniform", "row_stride": 24},
+    "quick-fp32": {"tokens": 70, "channels": 16, "documents": 2, "weight": "float32"},
+    "quick-graph": {"tokens": 33, "channels": 16, "documents": 2},
+}
+QUICK_GRAPHED = ("quick-graph",)
+QUICK_HOST = "quick-5"
+
+# What the op aims at on an H200: 88 % of 4.3 TB/s from this many elements of x on, documents or none.
+BAR_TBPS = 0.88 * 4.3
+BAR_ELEMENTS = 32768 * 8192
+BAR_DOCUMENTS = 1.03
+BAR_OVER_PEER = 1.0
+BAR_OVER_FAST = 1.02
+_HOST_CALLS = 51
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time the short convolution and its peers.")
+    parser.add_argument("--pass", dest="passes", action="append", choices=PASSES, help="default: all")
+    parser.add_argument("--shape", action="append", metavar="ID", help="default: all of --rows")
+    parser.add_argument("--rows", choices=("all", "peered", "graphed", "slice", "contiguous"), default="all")
+    parser.add_argument("--peers", nargs="*", choices=[*PEERS], default=[*PEERS], help="default: all; no name: none")
+    parser.add_argument("--fast", action="store_true", help="also the fast variant, which runs det's program")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; with --quick what there is")
+    parser.add_argument("--rounds", type=int, help="default: 20, with --quick 2")
+    parser.add_argument("--budget", type=float, metavar="S", help="no shape starts later than this many seconds in")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: shows that everything runs")
+    parser.add_argument("--git-sha", help="commit of the sources, where they are not a checkout")
+    parser.add_argument("--json", metavar="FILE", help="write the cake-bench/1 document")
+    args = parser.parse_args(argv)
+    args.device = args.device or ("cpu" if args.quick and not torch.cuda.is_available() else "cuda")
+    args.rounds = args.rounds or (2 if args.quick else 20)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device; needs one, or --device cpu")
+    if unknown := set(args.shape or ()) - {*_shapes(args)}:
+        parser.error(f"--shape {', '.join(sorted(unknown))}: needs of {', '.join(sorted(_shapes(args)))}")
+
+    absent: list[dict[str, str]] = []
+    doc = run_bench(
+        targets(args, absent), device=args.device, rounds=args.rounds, git_sha=args.git_sha, on_row=_progress
+    )
+    doc["absent"][:0] = absent
+    doc["host_time"] = host_times(args)
+    if args.json:
+        write_json(doc, args.json)
+    print_summary(doc)
+    return 0
+
+
+def _shapes(args: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
+    return QUICK if args.quick else SHAPES
+
+
+def _graphed(args: argparse.Namespace) -> tuple[str, ...]:
+    return QUICK_GRAPHED if args.quick else GRAPHED
+
+
+def _asked(args: argparse.Namespace, shape: str, params: Mapping[str, Any]) -> bool:
+    if args.shape and shape not in args.shape:
+        return False
+    graphed = shape in _graphed(args)
+    of = {
+        "all": True,
+        "peered": not graphed,
+        "graphed": graphed,
+        "slice": "row_stride" in params,
+        "contiguous": "row_stride" not in params,
+    }
+    return of[args.rows]
+
+
+def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[BenchTarget]:
+    """Row by row, operands made when their turn comes; ``absent`` receives what could not be asked."""
+    begin = time.monotonic()
+    peers = {name: load for name, load in PEERS.items() if name in args.peers}
+    for shape, params in _shapes(args).items():
+        if not _asked(args, shape, params):
+            continue
+        if args.budget is not None and time.monotonic() - begin > args.budget:
+            absent.append(absence(f"--budget of {args.budget:g} s was used up", impl="all", op=OP, shape=shape))
+            continue
+        conv = Conv.make(args.device, **params)
+        graphed = shape in _graphed(args)
+        built = {} if graphed else _load(peers, conv, shape, absent)
+        yield from _row(args, conv, shape, params, built, absent, graphed=graphed)
+
+
+def _load(
+    peers: dict[str, Callable[[Conv], Peer]], conv: Conv, shape: str, absent: list[dict[str, str]]
+) -> dict[str, Peer]:
+    """The peers on these operands; one that cannot be imported is not asked again."""
+    built: dict[str, Peer] = {}
+    for name, load in [*peers.items()]:
+        try:
+            built[name] = load(conv)
+        except ImportError as error:
+            absent.append(absence(error, impl=name, op=OP))
+            del peers[name]
+        except Exception as error:
+            absent.append(absence(error, impl=name, op=OP, shape=shape))
+    return built
+
+
+def _row(
+    args: argparse.Namespace,
+    conv: Conv,
+    shape: str,
+    params: Mapping[str, Any],
+    peers: Mapping[str, Peer],
+    absent: list[dict[str, str]],
+    *,
+    graphed: bool,
+) -> Iterator[BenchTarget]:
+    own, moved = conv_operands.ours(conv), conv_operands.traffic(conv)
+    in_graph = captured if graphed and args.device == "cuda" else _as_it_is
+    for pass_ in args.passes or PASSES:
+        if graphed and pass_ == "step":  # one launch more; nothing that the passes do not show
+            continue
+        target = partial(BenchTarget, OP, pass_, shape, params=params, dtype="bfloat16", bytes=moved[pass_])
+        for variant in ("det", "fast") if args.fast else ("det",):
+            select = partial(conv_operands.select_variant, variant)
+            select()  # a graph keeps the programs it was captured with
+            run = in_graph(own[pass_])
+            yield target(
+                run=run,
+                variant=variant,
+                version=version("cake-conv1d"),
+                before=select,
+                check=partial(conv_operands.check, conv, run),
+            )
+        if graphed:
+            yield target(run=in_graph(_copy(moved[pass_], args.device)), impl="copy")
+        for name, peer in peers.items():
+            if pass_ not in peer.passes:
+                continue
+            try:
+                if peer.before is not None:
+                    peer.before()
+                run = peer.passes[pass_]()
+            except Exception as error:
+                of = {"op": OP, "pass_": pass_, "shape": shape, "version": peer.version}
+                absent.append(absence(error, impl=name, **of))
+                continue
+            yield target(
+                run=run,
+                impl=name,
+                version=peer.version,
+                before=peer.before,
+                check=partial(conv_operands.check, conv, run, budget=BF16_STEPS),
+                optional=True,
+            )
+
+
+def _as_it_is(run: Run) -> Run:
+    return run
+
+
+def _copy(moved: int, device: str) -> Run:
+    source = torch.ones(moved // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def run() -> Outputs:
+        return {"copy": target.copy_(source)}
+
+    return run
+
+
+def host_times(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a step costs the host until its last launch is queued, the device idle before: microseconds, with autograd.
+
+    On the CPU it is the step's whole time. Peers that cannot run are left out: ``absent`` has them from the rows.
+    """
+    shape = QUICK_HOST if args.quick else HOST
+    params = _shapes(args)[shape]
+    if "step" not in (args.passes or PASSES) or not _asked(args, shape, params):
+        return []
+    conv = Conv.make(args.device, **params)
+    det = partial(conv_operands.select_variant, "det")
+    runs: list[tuple[dict[str, Any], Callable[[], None], Run]] = [
+        ({"impl": "cake", "variant": "det", "version": version("cake-conv1d")}, det, conv_operands.ours(conv)["step"])
+    ]
+    for name, peer in _load({name: PEERS[name] for name in args.peers}, conv, shape, []).items():
+        if "step" in peer.passes:
+            row = {"impl": name, "variant": None, "version": peer.version}
+            runs.append((row, peer.before or _nothing, peer.passes["step"]()))
+    found: list[dict[str, Any]] = []
+    for row, before, run in runs:
+        try:
+            samples = _host_samples(args.device, before, run)
+        except Exception:
+            if row["impl"] == "cake":
+                raise
+            continue
+        found.append({**row, "op": OP, "pass": "step", "shape": shape, "params": params, "median_us": median(samples)})
+    return found
+
+
+def _host_samples(device: str, before: Callable[[], None], run: Run) -> list[float]:
+    samples: list[float] = []
+    for call in range(_HOST_CALLS + 5):
+        before()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        run()
+        if call >= 5:
+            samples.append((time.perf_counter_ns() - begin) / 1e3)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return samples
+
+
+def _nothing() -> None:
+    pass
+
+
+def _progress(row: Mapping[str, Any]) -> None:
+    where = f"{row['pass']} {row['shape']}"
+    print(f"{where:40} {label(row):24} {row['median_ms']:9.4f} ms {row['tbps']:8.4g} TB/s", flush=True)
+
+
+def print_summary(doc: Mapping[str, Any]) -> None:
+    """The short table: every comparison on a line, then means, bars, host times and what is absent."""
+    found = comparisons(doc)
+    ceiling = doc["ceilings"]["copy_tbps"]
+    print(f"\n{doc['device']}, torch {doc['torch']}, copy ceiling {ceiling:.2f} TB/s; TB/s, x: ours over the best peer")
+    for one in found:
+        rates = "  ".join(f"{label(row)} {row['tbps']:.3g}" for row in one.rows)
+        against = one.best or one.copy
+        ratio = f"  x{one.speed(against):.2f}" if against is not None and one.ours is not None else ""
+        print(f"{one.pass_} {size_of(one.rows[0]['params'])}: {rates}{ratio}")
+    print()
+    for (_, pass_, peer), mean in geomeans(found).items():
+        print(f"geomean {pass_} over {peer}: {mean:.3f} {_verdict(mean > 1)}")
+    for line in bars(found):
+        print(line)
+    for row in doc["host_time"]:
+        print(f"host step {size_of(row['params'])}: {label(row)} {row['median_us']:.1f} us")
+    for one in doc["absent"]:
+        what = " ".join(filter(None, (one["impl"], one["version"], one["pass"], one["shape"])))
+        print(f"absent: {what}: {one['reason']}")
+
+
+def bars(found: Sequence[Comparison]) -> Iterator[str]:
+    """One line per bar: the row that is furthest below or least above it."""
+    ours = [one for one in found if one.ours is not None and one.pass_ != "step"]
+    large = [one for one in ours if _elements(one) >= BAR_ELEMENTS]
+    for pass_ in dict.fromkeys(one.pass_ for one in large):
+        rows = [one.ours for one in large if one.pass_ == pass_ and one.ours is not None]
+        worst = min(rows, key=lambda row: row["tbps"])
+        met = sum(row["tbps"] >= BAR_TBPS for row in rows)
+        yield (
+            f"bar {pass_} >= {BAR_TBPS:.2f} TB/s: {_verdict(met == len(rows))}, {met} of {len(rows)} rows, "
+            f"lowest {worst['tbps']:.3f} at {worst['shape']}"
+        )
+    # One document and many of the same size, contiguous or not.
+    spread: dict[tuple[Any, ...], list[Comparison]] = {}
+    for one in large:
+        params = one.rows[0]["params"]
+        same = (one.pass_, params["tokens"], params["channels"], params.get("row_stride"), params.get("weight"))
+        spread.setdefault(same, []).append(one)
+    times = {
+        max(group, key=_milliseconds): _milliseconds(max(group, key=_milliseconds)) / min(map(_milliseconds, group))
+        for group in spread.values()
+        if len(group) > 1
+    }
+    if times:
+        worst = max(times, key=lambda one: times[one])
+        met, where = times[worst] <= BAR_DOCUMENTS, f"{worst.pass_} {worst.shape}"
+        yield f"bar documents cost <= {BAR_DOCUMENTS} x: {_verdict(met)}, {times[worst]:.3f} at {where}"
+    for pass_ in dict.fromkeys(one.pass_ for one in ours):
+        ratios = {one: one.speed(one.best) for one in ours if one.pass_ == pass_ and one.best is not None}
+        if ratios:
+            worst = min(ratios, key=lambda one: ratios[one])
+            met = sum(ratio >= BAR_OVER_PEER for ratio in ratios.values())
+            peer = label(worst.best) if worst.best else ""
+            yield (
+                f"bar {pass_} >= {BAR_OVER_PEER} x best peer: {_verdict(met == len(ratios))}, {met} of {len(ratios)} "
+                f"rows, lowest {ratios[worst]:.3f} over {peer} at {worst.shape}"
+            )
+    slower = {one: 1 / one.speed(row) for one in ours for row in one.rows if row["variant"] == "fast"}
+    if slower:
+        worst = max(slower, key=lambda one: slower[one])
+        met = slower[worst] <= BAR_OVER_FAST
+        yield f"bar det <= {BAR_OVER_FAST} x fast: {_verdict(met)}, {slower[worst]:.3f} at {worst.pass_} {worst.shape}"
+
+
+def _elements(one: Comparison) -> int:
+    params = one.rows[0]["params"]
+    return params["tokens"] * params["channels"]
+
+
+def _milliseconds(one: Comparison) -> float:
+    return one.ours["median_ms"] if one.ours is not None else float("nan")
+
+
+def _verdict(met: bool) -> str:
+    return "pass" if met else "MISS"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

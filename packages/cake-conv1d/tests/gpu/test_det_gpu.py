@@ -1,0 +1,181 @@
+"""det of ``conv1d``: a thousand repeats, other streams, pool bounds, processes, devices and builds, and the frozen
+bits. Needs a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from cake_conv1d import plan
+from cake_conv1d._frozen import LINEAR, SILU, STATES, Case
+from cake_conv1d.testing.shapes import document_lengths
+from cake_conv1d.testing.steps import Step, assert_same_step, frozen_step
+from cake_core import configure, loader, workspace
+from cake_core.testing.frozen import digest
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device of capability 8.0 or later"),
+]
+
+
+def _configure(policy: str = "bf16", variant: str = "det", pool: int = 0) -> None:
+    configure(cake_conv1d_variant=variant, cake_conv1d_silu_grad_preactivation=policy, cake_workspace_pool_bytes=pool)
+
+
+@pytest.fixture(autouse=True)
+def _configured() -> Iterator[None]:
+    _configure()
+    yield
+    configure()
+    workspace.release_pool()
+
+
+STEPS: dict[str, Callable[[], Step]] = {
+    "4099 x 8192, 200 documents": lambda: frozen_step(
+        (document_lengths(4099, 200, "log-uniform"), 8192, 4, "bfloat16"), DEVICE, activation="silu"
+    ),
+    "16411 x 1280": lambda: frozen_step(((16411,), 1280, 4, "float32"), DEVICE, activation="silu"),
+    "40 documents of 3000 x 264, states": lambda: frozen_step(
+        ((3000,) * 40, 264, 4, "bfloat16"), DEVICE, activation="silu", states=True
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_a_thousand_repeats_have_the_same_bits(name: str) -> None:
+    """On two streams in turn, with the pool off, too small and large enough, beside a matrix product."""
+    step = STEPS[name]()
+    want = step.run()
+    noise = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    other.wait_stream(torch.cuda.current_stream())
+    bounds = (0, 1 << 12, 1 << 30)
+    for repeat in range(1000):
+        if repeat % 100 == 0:
+            _configure(pool=bounds[repeat // 100 % len(bounds)])
+        if repeat % 7 == 0:
+            with torch.cuda.stream(other):
+                torch.mm(noise, noise)
+        if repeat % 2:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                got = step.run()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            got = step.run()
+        assert_same_step(got, want, f"repeat {repeat}")
+        del got  # memory of the side stream goes back before its next call
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_fast_has_the_rows_of_det(name: str) -> None:
+    """And every bit under deterministic algorithms, where it runs det."""
+    step = STEPS[name]()
+    want = step.run()
+    _configure(variant="fast")
+    assert_same_step(step.run(), want, "fast", [output for output in want if output != "dweight"])
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_same_step(step.run(), want, "fast, deterministic algorithms")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def all_digests() -> str:
+    return str({name: digest(make().run().values()) for name, make in STEPS.items()})
+
+
+def test_a_fresh_process_has_the_same_bits() -> None:
+    script = f"import runpy, sys; sys.stdout.write(runpy.run_path({__file__!r})['all_digests']())"
+    with subprocess.Popen((sys.executable, "-c", script), stdout=subprocess.PIPE, text=True) as child:
+        here = all_digests()
+        there, _ = child.communicate()
+    assert child.returncode == 0
+    assert there == here
+
+
+@pytest.mark.parametrize(("case", "frozen"), LINEAR.items(), ids=str)
+def test_the_bits_without_an_activation_are_frozen(case: Case, frozen: tuple[str, ...]) -> None:
+    """The emulation on the CPU has them too."""
+    assert digest(frozen_step(case, DEVICE).run().values()) == frozen
+
+
+@pytest.mark.parametrize(("case", "frozen"), STATES.items(), ids=str)
+def test_the_bits_with_states_are_frozen(case: Case, frozen: tuple[str, ...]) -> None:
+    assert digest(frozen_step(case, DEVICE, states=True).run().values()) == frozen
+
+
+@pytest.mark.sm90
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="bits of ex2 and rcp on sm_90"
+)
+@pytest.mark.parametrize(("key", "frozen"), SILU.items(), ids=lambda value: str(value) if len(value) == 2 else "bits")
+def test_the_bits_of_silu_are_frozen(key: tuple[Case, str], frozen: tuple[str, ...] | None) -> None:
+    case, policy = key
+    _configure(policy)
+    got = digest(frozen_step(case, DEVICE, activation="silu").run().values())
+    if frozen is None:
+        pytest.skip(f"not recorded in _frozen.py yet: {key}: {got},")
+    assert got == frozen
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_portable_libraries_have_the_bits_of_the_own_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PTX of the sm_80 build, compiled by the driver for this device, against the device's own build."""
+    step = STEPS[name]()
+    want = step.run()
+    libraries = tuple(f"conv1d_{program}_sm_80" for program in plan.PROGRAMS)
+    loader.kernel_package("conv1d").build(libraries)  # side by side
+    asked: list[str] = []
+
+    def library(program: str, arch: str) -> str:
+        asked.append(program)
+        return f"conv1d_{program}_sm_80"
+
+    monkeypatch.setattr(plan, "library", library)
+    assert_same_step(step.run(), want, "portable")
+    assert {"fwd", "bwd"} <= set(asked)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_fewer_multiprocessors_have_the_same_bits(name: str) -> None:
+    """D02: a quarter of the device runs the same partition in more rounds."""
+    green_contexts = pytest.importorskip("torch.cuda.green_contexts")
+    step = STEPS[name]()
+    want = step.run()
+    torch.cuda.synchronize()
+    try:
+        quarter = green_contexts.GreenContext.create(num_sms=32, device_id=torch.cuda.current_device())
+    except RuntimeError as error:
+        pytest.skip(f"no part of the device to be had: {error}")
+    quarter.set_context()
+    try:
+        got = step.run()
+        torch.cuda.synchronize()
+    finally:
+        quarter.pop_context()
+    assert_same_step(got, want, "32 multiprocessors")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_operands_of_another_device_than_the_current_one() -> None:
+    """Nothing is allocated on the current device, whose allocator counts, and the bits are those of device 0."""
+    step = STEPS["40 documents of 3000 x 264, states"]()
+    want = step.run()
+    torch.cuda.set_device(0)
+    names = ("x", "weight", "dy", "cu", "state", "d_final")
+    moved = replace(step, **{name: getattr(step, name).to("cuda:1") for name in names})
+    before = torch.cuda.memory_stats(0)["allocation.all.allocated"]
+    got = moved.run()
+    assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before
+    assert torch.cuda.current_device() == 0
+    assert_same_step({name: value.to("cuda:0") for name, value in got.items()}, want, "device 1")
