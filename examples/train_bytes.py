@@ -5,7 +5,12 @@
 
 Every block normalises its input with ``ZeroCenteredRMSNorm`` and its attention output, head by head, with
 ``rmsnorm_silu_gate``: the gate is one more slice of the fused projection and is read in place. Attention itself is
-torch's. Two ``det`` runs with one seed, device and thread count end with the same SHA-256 of all weights.
+torch's. Two ``det`` runs with one seed, device and thread count end with the same SHA-256 of all weights. (On the CPU
+Cake's ops have the same bits with any number of threads; whether torch's products do is up to torch.)
+
+With ``--conv``, q, k and v first pass ``causal_conv1d``, as in front of a linear attention: three earlier bytes and the
+current one, weighted channel by channel, then SiLU. Each file, or the part of it in a window, is then a document:
+neither convolution nor attention reads across a boundary, so moving one boundary changes the SHA-256.
 """
 
 from __future__ import annotations
@@ -24,18 +29,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 # OpenMP reads it when torch loads. With threads that spin while they wait, other work slows the training several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.nn.functional as F
+from cake_conv1d import causal_conv1d
 from cake_core import configure
 from cake_norms.gated_rmsnorm import rmsnorm_silu_gate
 from cake_norms.rmsnorm import ZeroCenteredRMSNorm
 from torch import Tensor, nn
 
-WIDTH, HEAD_DIM, LAYERS, CONTEXT, BATCH = 128, 64, 4, 256, 4
+WIDTH, HEAD_DIM, LAYERS, CONTEXT, BATCH, TAPS = 128, 64, 4, 256, 4, 4
+END = 0  # with --conv: the byte between two documents
 LEARNING_RATE, WARMUP = 4e-3, 30
 HELD_OUT_SHARE = 16  # one file in 16 is never trained on
 
@@ -43,9 +51,9 @@ HELD_OUT_SHARE = 16  # one file in 16 is never trained on
 # ---------------------------------------------------------------------------------------------------------- text
 
 
-def read_text(path: Path | None) -> tuple[bytes, bytes]:
-    """(training bytes, held-out bytes). Of a folder whole files are held out, chosen by a hash of their names; of a
-    single file the last sixteenth. Raises: ValueError when there is too little text."""
+def read_text(path: Path | None, separator: bytes = b"\n") -> tuple[bytes, bytes]:
+    """(training bytes, held-out bytes), files joined by ``separator``. Of a folder whole files are held out, chosen by
+    a hash of their names; of a single file the last sixteenth. Raises: ValueError when there is too little text."""
     folder = Path(sysconfig.get_path("stdlib")) if path is None else path
     if folder.is_file():
         data = folder.read_bytes()
@@ -62,7 +70,7 @@ def read_text(path: Path | None) -> tuple[bytes, bytes]:
         for name in names:
             held = hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_SHARE == 0
             kept[held].append((folder / name).read_bytes())
-        parts = (b"\n".join(kept[0]), b"\n".join(kept[1]))
+        parts = (separator.join(kept[0]), separator.join(kept[1]))
     if min(map(len, parts)) <= CONTEXT:
         raise ValueError(f"{folder}: {len(parts[0])} training and {len(parts[1])} held-out bytes; needs {CONTEXT + 1}")
     return parts
@@ -80,26 +88,48 @@ def windows(data: Tensor, starts: Tensor, device: torch.device) -> tuple[Tensor,
     return rows[:, :-1], rows[:, 1:]
 
 
+class Documents(NamedTuple):
+    """The documents of a batch: one begins with each row and after each END."""
+
+    cu_seqlens: Tensor  # [documents + 1] int32: 0, then where each one ends when the rows are laid back to back
+    mask: Tensor  # [batch, 1, length, length] bool: what attention may read, the earlier bytes of the same document
+
+
+def documents(tokens: Tensor) -> Documents:
+    """The documents of tokens [batch, length]."""
+    begins = F.pad(tokens[:, :-1] == END, (1, 0), value=True)
+    cu_seqlens = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=tokens.numel())
+    number = begins.cumsum(1)
+    mask = (number[:, :, None] == number[:, None, :]).tril()
+    return Documents(cu_seqlens.int(), mask[:, None])
+
+
 # --------------------------------------------------------------------------------------------------------- model
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; its output is normalised and gated per head."""
+    """Causal attention with rotary positions; its output is normalised and gated per head. With ``conv``, a short
+    convolution over time of q, k and v comes first."""
 
-    def __init__(self) -> None:
+    def __init__(self, conv: bool) -> None:
         super().__init__()
         self.project = nn.Linear(WIDTH, 4 * WIDTH, bias=False)  # [q | k | v | gate]
         self.norm_weight = nn.Parameter(torch.ones(HEAD_DIM))
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        if conv:
+            self.taps = nn.Parameter(torch.empty(3 * WIDTH, TAPS))  # the last one is the current byte's
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        heads = self.project(x).view(batch, length, 4, -1, HEAD_DIM)
-        q, k, v, gate = heads.unbind(2)  # [batch, length, heads, HEAD_DIM] views
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
-        y = rmsnorm_silu_gate(y.transpose(1, 2).flatten(0, 1), gate.flatten(0, 1), self.norm_weight)
-        return self.out(y.view(batch, length, WIDTH))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, docs: Documents | None) -> Tensor:
+        qkv, gate = self.project(x).split((3 * WIDTH, WIDTH), dim=-1)  # views
+        if docs is not None:  # the rows laid back to back are read in place, a slice of the projection
+            qkv = causal_conv1d(qkv.flatten(0, 1), self.taps, docs.cu_seqlens).view_as(qkv)
+        q, k, v = qkv.unflatten(-1, (3, -1, HEAD_DIM)).unbind(2)  # [batch, length, heads, HEAD_DIM] views
+        q, k, v = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
+        mask = None if docs is None else docs.mask
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
+        gate = gate.unflatten(-1, (-1, HEAD_DIM))
+        y = rmsnorm_silu_gate(y.flatten(0, 1), gate.flatten(0, 1), self.norm_weight)
+        return self.out(y.view(x.shape))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,16 +141,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)) with a squared ReLU."""
 
-    def __init__(self) -> None:
+    def __init__(self, conv: bool) -> None:
         super().__init__()
         self.attention_norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
-        self.attention = Attention()
+        self.attention = Attention(conv)
         self.mlp_norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
         self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, docs: Documents | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, docs)
         return x + self.down(F.relu(self.up(self.mlp_norm(x))).square())
 
 
@@ -130,11 +160,11 @@ class ByteModel(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, conv: bool) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.conv = dtype, conv
         self.embed = nn.Embedding(256, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(conv) for _ in range(LAYERS))
         self.norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
         self.head = nn.Linear(WIDTH, 256, bias=False)
         for name, weight in self.named_parameters():
@@ -149,11 +179,12 @@ class ByteModel(nn.Module):
         self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # The norms cast nothing: under autocast they take the stream in the dtype of the products.
+        docs = documents(tokens) if self.conv else None
+        # Cake's ops cast nothing: under autocast they take the stream in the dtype of the products.
         with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype != torch.float32):
             x = self.embed(tokens).to(self.dtype)
             for block in self.blocks:
-                x = block(x, self.cos, self.sin)
+                x = block(x, self.cos, self.sin, docs)
             return self.head(self.norm(x))
 
 
@@ -295,7 +326,8 @@ def plot(history: History, title: str, path: Path) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0], allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=900, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--variant", choices=("det", "fast"), default="det", help="of both norms (default: det)")
+    parser.add_argument("--variant", choices=("det", "fast"), default="det", help="of Cake's ops (default: det)")
+    parser.add_argument("--conv", action="store_true", help="short convolution of q, k and v, each file a document")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--text", type=Path, metavar="PATH", help="a file or folder instead of the standard library")
     parser.add_argument("--plot", type=Path, metavar="SVG", help="write the loss curve")
@@ -328,18 +360,24 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for on CUDA before det products
     torch.use_deterministic_algorithms(det)
-    configure(cake_rmsnorm_variant=args.variant, cake_gated_rmsnorm_variant=args.variant)
+    configure(
+        cake_rmsnorm_variant=args.variant,
+        cake_gated_rmsnorm_variant=args.variant,
+        cake_conv1d_variant=args.variant,
+    )
     try:
-        text, held = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in read_text(args.text))
+        parts = read_text(args.text, bytes([END]) if args.conv else b"\n")
+        text, held = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
     except (OSError, ValueError) as error:
         print(f"train_bytes: {error}", file=sys.stderr)
         return 1
     device = torch.device(args.device)
-    model = ByteModel(torch.bfloat16 if args.device == "cuda" else torch.float32).to(device)
+    model = ByteModel(torch.bfloat16 if args.device == "cuda" else torch.float32, args.conv).to(device)
     size = sum(weight.numel() for weight in model.parameters())
     source = "the Python standard library" if args.text is None else args.text.resolve().name
     threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
-    print(f"{size / 1e6:.2f} M parameters, {args.variant}, {args.device}, {threads}, seed {args.seed}")
+    variant = f"{args.variant}, conv" if args.conv else args.variant
+    print(f"{size / 1e6:.2f} M parameters, {variant}, {args.device}, {threads}, seed {args.seed}")
     print(f"{source}: {text.numel():,} bytes to train on, {held.numel():,} held out")
     with progress(args.steps) as report:
         history = train(model, text, held, args.steps, args.seed, device, report)
@@ -352,7 +390,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"speed: {history.tokens_per_second:,.0f} tokens/s")
     print(f"weights sha256 ({threads}): {weights_sha256(model)}")
     if args.plot is not None:
-        plot(history, f"{size / 1e6:.1f} M byte model with Cake norms on {source}", args.plot)
+        ops = "norms and convolution" if args.conv else "norms"
+        plot(history, f"{size / 1e6:.1f} M byte model with Cake {ops} on {source}", args.plot)
         print(f"plot: {args.plot}")
     if args.save is not None:
         torch.save(model.state_dict(), args.save)

@@ -1,4 +1,5 @@
-"""examples/train_bytes.py: it trains, repeats bit for bit, draws its curve and refuses what it cannot do."""
+"""examples/train_bytes.py: it trains, repeats bit for bit, keeps documents apart, draws its curve and refuses what it
+cannot do."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cake_core import config, configure
+from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = ("--steps", "4", "--threads", "1")
@@ -53,31 +56,35 @@ def text(tmp_path: Path) -> Path:
 
 
 def sha256(output: str) -> str:
-    found = re.search(r"^weights sha256 \(1 thread\): ([0-9a-f]{64})$", output, re.MULTILINE)
+    found = re.search(r"^weights sha256 \((?:1 thread|\d+ threads)\): ([0-9a-f]{64})$", output, re.MULTILINE)
     assert found is not None, output
     return found[1]
 
 
+@pytest.mark.parametrize("options", [(), ("--conv",)], ids=["norms", "conv"])
 def test_two_det_runs_end_with_the_same_weights_and_another_seed_does_not(
-    example: ModuleType, text: Path, capsys: pytest.CaptureFixture[str]
+    example: ModuleType, text: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     hashes = []
     for seed in ("0", "0", "1"):
-        assert example.main([*SHORT, "--text", str(text), "--seed", seed]) == 0
+        assert example.main([*SHORT, *options, "--text", str(text), "--seed", seed]) == 0
         hashes.append(sha256(capsys.readouterr().out))
     assert hashes[0] == hashes[1] != hashes[2]
 
 
 @pytest.mark.parametrize("variant", ["det", "fast"])
-def test_the_variant_reaches_both_norms(example: ModuleType, text: Path, variant: str) -> None:
+def test_the_variant_reaches_every_op(example: ModuleType, text: Path, variant: str) -> None:
     assert example.main([*SHORT, "--text", str(text), "--variant", variant]) == 0
-    assert config.variant("rmsnorm") == config.variant("gated_rmsnorm") == variant
+    assert {config.variant(op) for op in ("rmsnorm", "gated_rmsnorm", "conv1d")} == {variant}
     assert torch.are_deterministic_algorithms_enabled() == (variant == "det")
 
 
-def test_a_learnable_text_is_learned(example: ModuleType, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [(), ("--conv",)], ids=["norms", "conv"])
+def test_a_learnable_text_is_learned(
+    example: ModuleType, text: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     """26 equally frequent letters in order: log2(26) bits without a model, next to none with one."""
-    assert example.main(["--steps", "80", "--threads", "1", "--text", str(text)]) == 0
+    assert example.main(["--steps", "80", "--threads", "1", *options, "--text", str(text)]) == 0
     output = capsys.readouterr().out
     found = re.search(r"^held out: ([\d.]+) bits per byte; byte frequencies alone: ([\d.]+)$", output, re.MULTILINE)
     assert found is not None, output
@@ -105,6 +112,134 @@ def test_every_weight_of_both_norms_is_trained(example: ModuleType, text: Path, 
     for name, weight in norms.items():
         start = 1.0 if name.endswith("norm_weight") else 0.0
         assert bool((weight != start).any()), f"{name} did not move"
+
+
+# --conv -----------------------------------------------------------------------------------------------------------
+
+FRESH = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+import train_bytes
+
+train_bytes.LAYERS, train_bytes.CONTEXT, train_bytes.BATCH = 1, 256, 4
+sys.exit(train_bytes.main(sys.argv[2:]))
+"""
+
+
+@pytest.fixture
+def conv_model(example: ModuleType) -> nn.Module:
+    """A model with the convolution whose head, unlike that of a new one, tells its inputs apart."""
+    torch.manual_seed(0)
+    model = example.ByteModel(torch.float32, conv=True)
+    nn.init.normal_(model.head.weight)
+    return model
+
+
+def test_with_conv_a_fresh_process_and_another_number_of_threads_end_with_the_same_weights(
+    example: ModuleType, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the batch of a real run: torch splits a smaller one over no threads."""
+    for name, size in (("CONTEXT", 256), ("BATCH", 4)):
+        monkeypatch.setattr(example, name, size)
+    options = ["--conv", "--steps", "2", "--text", str(text), "--threads"]
+    hashes = []
+    for threads in ("1", "2", "3"):
+        assert example.main([*options, threads]) == 0
+        hashes.append(sha256(capsys.readouterr().out))
+    command = (sys.executable, "-c", FRESH, ROOT / "examples", *options, "2")
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert {*hashes, sha256(run.stdout)} == {hashes[0]}
+
+
+def test_conv_and_the_place_of_a_boundary_change_the_weights(
+    example: ModuleType, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same bytes each time; documents end nowhere inside of a window, after each m, after each n."""
+    hashes: dict[bool, list[str]] = {True: [], False: []}
+    for end in (0, ord("m"), ord("n")):
+        monkeypatch.setattr(example, "END", end)
+        for conv in hashes:
+            assert example.main([*SHORT, "--text", str(text), *["--conv"] * conv]) == 0
+            hashes[conv].append(sha256(capsys.readouterr().out))
+    assert len(set(hashes[False])) == 1
+    assert len({*hashes[True], *hashes[False]}) == 4
+
+
+def test_a_document_begins_with_each_row_and_after_each_end(example: ModuleType) -> None:
+    cu_seqlens, mask = example.documents(torch.tensor([[7, 0, 7, 7], [0, 7, 0, 0]]))
+    assert (cu_seqlens.tolist(), cu_seqlens.dtype) == ([0, 2, 4, 5, 7, 8], torch.int32)
+    first = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    second = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    assert torch.equal(mask, torch.tensor([[first], [second]], dtype=torch.bool))
+
+
+def test_with_conv_alone_the_files_of_a_folder_are_documents(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text("twenty-five bytes of text")
+    windows, documents = example.windows, example.documents
+    ends, lengths = [], []
+
+    def take_windows(*operands: object) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = windows(*operands)
+        ends.append(bool((inputs == example.END).any()))
+        return inputs, targets
+
+    def find_documents(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        docs = documents(tokens)
+        lengths.extend(docs.cu_seqlens.diff().tolist())
+        return docs
+
+    monkeypatch.setattr(example, "windows", take_windows)
+    monkeypatch.setattr(example, "documents", find_documents)
+    assert example.main([*SHORT, "--text", str(tmp_path)]) == 0
+    assert (any(ends), lengths) == (False, [])
+    assert example.main([*SHORT, "--conv", "--text", str(tmp_path)]) == 0
+    assert (any(ends), max(lengths)) == (True, 26)  # END included
+
+
+@pytest.mark.parametrize(
+    ("row", "begin"), [(0, 10), (1, 0)], ids=["another one earlier in the row", "others in the row before"]
+)
+def test_bytes_of_another_document_change_neither_the_loss_nor_the_gradient_of_this_one(
+    example: ModuleType, conv_model: nn.Module, row: int, begin: int
+) -> None:
+    """Row 0 is a document of 9 bytes, END and one of 22 bytes, row 1 is one of 32. Bit for bit."""
+    own = torch.randint(1, 100, (32 - begin,), generator=torch.Generator().manual_seed(0))
+    taps, embedding = conv_model.blocks[0].attention.taps, conv_model.embed.weight
+    results = []
+    for seed in (1, 2):
+        tokens = torch.randint(100, 256, (2, 32), generator=torch.Generator().manual_seed(seed))  # the others' bytes
+        tokens[0, 9] = example.END
+        tokens[row, begin:] = own
+        conv_model.zero_grad()
+        loss = F.cross_entropy(conv_model(tokens)[row, begin:-1], own[1:])
+        loss.backward()
+        assert embedding.grad[own].any(1).any()
+        assert not embedding.grad[100:].any()
+        results.append((loss.detach(), taps.grad.clone()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_every_tap_is_trained(example: ModuleType, conv_model: nn.Module) -> None:
+    tokens = torch.randint(1, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    example.bits(conv_model, tokens, tokens.roll(-1, 1)).backward()
+    assert conv_model.blocks[0].attention.taps.grad.all()
+
+
+def test_help_says_what_conv_does(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        example.main(["--help"])
+    assert ended.value.code == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--conv short convolution of q, k and v, each file a document" in words
+
+
+# The curve and the command line -----------------------------------------------------------------------------------
 
 
 def test_the_plot_is_an_svg_whose_words_are_text(example: ModuleType, text: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from cake_core import config, registry, variants
@@ -32,6 +32,30 @@ __all__ = [
 
 # A compiler that traces a call reads the policy, and guards on it. It cannot trace the search for installed ops.
 registry.ops()
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def causal_conv1d(

@@ -119,11 +119,11 @@ def _check_params(spec: OpSpec, given: Mapping[str, Any]) -> dict[str, Any]:
         value = given.get(name, param.default)
         if value is REQUIRED:
             raise TypeError(message(entry, name, "missing", f"a value of type {param.kind}"))
-        values[name] = _check_type(param, value, entry) if name in given else value
+        values[name] = value if value is param.default else _check_type(param, value, entry)
     for name, value in values.items():
-        check = known[name].check
-        if name in given and check is not None:
-            check(value)
+        param = known[name]
+        if value is not param.default and param.check is not None:
+            param.check(value)
     return values
 
 

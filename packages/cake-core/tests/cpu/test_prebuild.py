@@ -104,6 +104,18 @@ def test_names_are_checked_before_types_and_types_before_values() -> None:
             prebuild("synthetic", columns=0, ratio=1)
 
 
+def test_a_default_may_be_given() -> None:
+    """R50: a parameter whose default is None takes None, whatever its kind is; its check sees other values alone."""
+    seen: list[str] = []
+    spec = replace(OP, prebuild_params=(*OP.prebuild_params, Param("dtype", "str", None, check=seen.append)))
+    with registry.override({"synthetic": spec}):
+        assert prebuild("synthetic", device="cpu", columns=64, dtype=None) == ()
+        assert prebuild("synthetic", device="cpu", columns=64, dtype="bfloat16") == ()
+        with pytest.raises(TypeError, match="dtype is 1"):
+            prebuild("synthetic", device="cpu", columns=64, dtype=1)
+    assert seen == ["bfloat16"]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
 def test_the_cpu_needs_nothing_built(device: Any, builds: list[Any]) -> None:
     """R51: an empty tuple, after the arguments were checked."""
