@@ -1,4 +1,4 @@
-"""The benchmark of the norms on the CPU, and the pages and plots that are made from stored runs."""
+"""The benchmarks of the packages on the CPU, and the pages and plots that are made from stored runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cake_core.bench_report import newest
 
 ROOT = Path(__file__).resolve().parent.parent
 NORMS = ROOT / "packages/cake-norms"
+CONV = ROOT / "packages/cake-conv1d"
 TINY: dict[str, dict[str, dict[str, Any]]] = {
     "rmsnorm": {"plain": {"rows": 40, "hidden_size": 64}, "short": {"rows": 3, "hidden_size": 64}},
     "gated_rmsnorm": {
@@ -143,6 +144,160 @@ def test_every_shape_that_is_named_exists(monkeypatch: pytest.MonkeyPatch) -> No
         for op, shapes in table.items():
             assert set(shapes) <= set(module.SHAPES[op])
             assert len(set(shapes)) == len(shapes)
+
+
+@pytest.fixture
+def conv(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """bench_conv1d.py, whose ``--quick`` has tiny shapes."""
+    for name in ("bench_conv1d", "conv_operands", "conv_peers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(CONV / "benchmarks")
+    monkeypatch.setattr(bench, "_ceilings", lambda *_: {"copy_tbps": 1.0, "matmul_tflops": 1.0})
+    module = importlib.import_module("bench_conv1d")
+    monkeypatch.setattr(module, "BAR_ELEMENTS", 0)
+    monkeypatch.setattr(module, "_HOST_CALLS", 1)
+    yield module
+    config.configure()
+
+
+def run_conv(conv: ModuleType, path: Path, *argv: str) -> dict[str, Any]:
+    assert conv.main(["--quick", "--device", "cpu", "--rounds", "1", "--json", str(path), *argv]) == 0
+    return json.loads(path.read_text())
+
+
+def test_the_convolution_and_its_peers_are_checked_and_timed(
+    conv: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every shape and pass, the copy beside what runs in a graph, host times, bars, and a peer that is missing."""
+    monkeypatch.setitem(sys.modules, "fla", None)
+    doc = run_conv(conv, tmp_path / "run.json", "--fast", "--peers", "torch", "torch conv1d", "fla")
+    rows = {(row["pass"], row["shape"], row["impl"], row["variant"]): row for row in doc["rows"]}
+    want = set()
+    for shape in conv.QUICK:
+        graphed = shape in conv.QUICK_GRAPHED
+        for pass_ in ("fwd", "bwd") if graphed else ("fwd", "bwd", "step"):
+            want |= {(pass_, shape, "cake", "det"), (pass_, shape, "cake", "fast")}
+            want |= {(pass_, shape, "copy" if graphed else "torch", None)}
+            want |= {(pass_, shape, "torch conv1d", None)} if shape == "quick-1" else set()
+    assert set(rows) == want
+    assert all(row["checked"] for row in doc["rows"] if row["impl"] != "copy")
+    matrix, taps, offsets = 2 * 70 * 16, 2 * 16 * 4, 4 * 6
+    moved = [rows[pass_, "quick-5", "cake", "det"]["bytes"] for pass_ in ("fwd", "bwd", "step")]
+    assert moved == [
+        2 * matrix + taps + offsets,
+        3 * matrix + 2 * taps + offsets,
+        7 * matrix + 4 * taps + 3 * offsets,
+    ]
+    assert [(row["impl"], row["shape"]) for row in doc["host_time"]] == [("cake", "quick-5"), ("torch", "quick-5")]
+    assert [(absent["impl"], absent["shape"]) for absent in doc["absent"]] == [("fla", "")]
+    out = capsys.readouterr().out
+    for line in (
+        "geomean bwd over torch",
+        "bar fwd >= 3.78 TB/s: MISS, 0 of 5 rows",
+        "bar documents cost <=",
+        "host step",
+    ):
+        assert line in out
+
+
+def test_a_wrong_convolution_is_not_timed(conv: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is 2 % off is left out; ours stops the run."""
+    peers, operands = sys.modules["conv_peers"], sys.modules["conv_operands"]
+
+    def off(given: Any) -> Any:
+        return peers.Peer("1", {"fwd": lambda: lambda: {"y": (given.reference["y"] * 1.02).bfloat16()}})
+
+    monkeypatch.setattr(conv, "PEERS", {"torch": off})
+    one = ("--shape", "quick-5-slice", "--pass", "fwd")
+    doc = run_conv(conv, tmp_path / "run.json", *one, "--peers", "torch")
+    assert [row["impl"] for row in doc["rows"]] == ["cake"]
+    assert doc["absent"][0]["reason"].startswith("AssertionError: y: relative RMS error")
+    forward = operands.api.causal_conv1d_fwd
+    monkeypatch.setattr(operands.api, "causal_conv1d_fwd", lambda *given: forward(*given) * 1.01)
+    with pytest.raises(AssertionError, match="y: relative RMS error"):
+        conv.main(["--quick", "--device", "cpu", *one, "--peers"])
+
+
+def test_the_rows_of_the_convolution_are_the_table_and_its_slices(conv: ModuleType) -> None:
+    """Every size with one document, 16 and 200, contiguous and where there is a projection inside of it."""
+    shapes = conv.SHAPES
+    assert {*conv.GRAPHED, conv.HOST} <= {*shapes}
+    sizes = {(params["tokens"], params["channels"]) for shape, params in shapes.items() if shape not in conv.GRAPHED}
+    assert len(sizes) == 8
+    for tokens, channels in sizes:
+        for documents in (1, 16, 200):
+            for stride in {None, conv.PROJECTIONS.get(channels)}:
+                wanted = {"tokens": tokens, "channels": channels, "documents": documents}
+                wanted |= {"spread": "log-uniform"} if documents == 200 else {}
+                wanted |= {"row_stride": stride} if stride else {}
+                assert wanted in shapes.values()
+
+
+@pytest.fixture
+def timeline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.delitem(sys.modules, "kcp_timeline", raising=False)
+    monkeypatch.syspath_prepend(CONV / "benchmarks")
+    return importlib.import_module("kcp_timeline")
+
+
+def trace(*events: tuple[str, str, float, float]) -> dict[str, Any]:
+    """A Chrome trace of (category, name, start, length)."""
+    return {
+        "baseTimeNanoseconds": 1_000_000,
+        "traceEvents": [
+            {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": us, "args": {"stream": 7}}
+            for cat, name, ts, us in events
+        ],
+    }
+
+
+def test_a_timeline_is_read_from_a_trace_and_drawn(timeline: ModuleType, tmp_path: Path) -> None:
+    """What runs before the spinning kernel is dropped, edges are told apart by the main kernel, the exchange is
+    compared with what runs beside it; the drawing is the same twice."""
+    backward = trace(
+        ("kernel", "ncclDevKernel_AllReduce", 0, 5),
+        ("kernel", "spin_kernel(long)", 10, 90),
+        ("cpu_op", "aten::empty", 101, 5),
+        ("kernel", "conv1d_halo<4>", 100, 10),
+        ("kernel", "ncclDevKernel_SendRecv", 110, 40),
+        ("kernel", "conv1d_bwd<4, true>", 120, 100),
+        ("kernel", "conv1d_bwd_reduce", 220, 5),
+        ("kernel", "conv1d_halo<4>", 225, 10),
+        ("gpu_memset", "Memset", 100, 1),
+    )
+    events = timeline.labelled(timeline.kernels(backward))
+    assert {event["name"]: event["kind"] for event in events[:4]} == {
+        "conv1d_halo<4>": "gather",
+        "Memset": "other",
+        "ncclDevKernel_SendRecv": "exchange",
+        "conv1d_bwd<4, true>": "main",
+    }
+    assert [event["kind"] for event in events[4:]] == ["reduce", "edge"]
+    assert events[0]["start_us"] == 1100.0
+    assert timeline.covered(events) == (40.0, 30.0)
+
+    later = [{**event, "start_us": event["start_us"] + 3} for event in events]
+    recorded = timeline.joined([[events, later, events], [later, later, later]])
+    assert recorded["lengths_us"] == [138.0, 135.0, 138.0]
+    assert recorded["ranks"][0][0]["start_us"] == 0.0
+    doc = {
+        "schema": timeline.SCHEMA,
+        "device": "a device",
+        "date": "2026-11-30T00:00:00+00:00",
+        "git_sha": None,
+        "ranks": 2,
+        "params": {"tokens": 64, "channels": 8, "documents": 2, "layout": "zigzag"},
+        "passes": {"fwd": recorded, "bwd": recorded},
+    }
+    stored, first, second = (tmp_path / name for name in ("run.json", "a.svg", "b.svg"))
+    stored.write_text(json.dumps(doc))
+    for path in (first, second):
+        assert timeline.main(["draw", str(stored), str(path)]) == 0
+    drawn = first.read_text()
+    assert drawn == second.read_text()
+    for text in ("rank 1, exchange", "forward", "backward", "main kernel", "conv1d on 2 x a device"):
+        assert text in drawn
+    assert "  rank 0: exchange 40.0 us, 75 % of it beside another kernel" in timeline.summary(doc)
 
 
 @pytest.fixture

@@ -1,15 +1,26 @@
 #!/usr/bin/env bash
-# The norms beside their peers on a machine with a CUDA device and torch; needs no network.
+# The ops of a package beside their peers on a machine with a CUDA device and torch; needs no network.
 #
-#   tools/bench_gpu.sh WHEELS [OUT] [ARGUMENTS OF bench_norms.py ...]
+#   tools/bench_gpu.sh [--package cake-norms|cake-conv1d] WHEELS [OUT] [ARGUMENTS OF THE PACKAGE'S bench_*.py ...]
 #
 # WHEELS: the workspace's wheels (`uv build --all-packages --wheel`), what torch's environment lacks (apache-tvm-ffi, rich) and
-# the peers' wheels; a wheel may come in pieces NAME.whl.part*. Several fla-core wheels: the newest runs with all peers,
-# each other one in a process of its own. OUT: folder for logs and documents; default bench-norms.
+# the peers' wheels with what they need (fla-core: einops); a wheel may come in pieces NAME.whl.part*. Several fla-core
+# wheels: the newest runs with all peers, each other one in a process of its own. causal-conv1d may come as its source
+# archive (causal_conv1d-*.tar.gz): it is compiled for this device, which takes minutes and nvcc, the wheel is left in OUT.
+# OUT: folder for logs and documents; default bench-norms or bench-conv1d. The package is cake-norms if none is named.
 # GIT_SHA: commit of the sources, for the documents. Prints the short tables last; fails when a run failed.
 set -uo pipefail
+package=cake-norms
+[ "${1:-}" = --package ] && package=${2:?package} && shift 2
+# other: arguments of the processes for other versions of fla
+case $package in
+  cake-norms) other=(--op gated_rmsnorm --rows peered --peers fla) ;;
+  cake-conv1d) other=(--rows peered --peers fla torch) ;;
+  *) echo "--package $package: needs cake-norms or cake-conv1d" >&2 && exit 2 ;;
+esac
+short=${package#cake-}
 wheels=${1:?folder with wheels}
-out=${2:-bench-norms}
+out=${2:-bench-$short}
 shift $(($# < 2 ? $# : 2))
 mkdir -p "$out"
 work=$(mktemp -d)
@@ -18,6 +29,21 @@ for part in "$wheels"/*.whl.part*; do
   [ -e "$part" ] && cat "$part" >>"$work/wheels/$(basename "${part%.part*}")" # the shell sorts the pieces
 done
 cp "$wheels"/*.whl "$work/wheels" || exit 1
+
+# causal-conv1d names nine architectures in its setup.py, and the file of the backward takes minutes for each.
+compile_causal_conv1d() {
+  local archive=$1 arch
+  arch=$(python3 -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())') || return 1
+  mkdir "$work/source" && tar -xzf "$archive" -C "$work/source" --strip-components 1 || return 1
+  sed -i "/# HACK: The compiler flag/i\\    cc_flag = ['-gencode', 'arch=compute_$arch,code=sm_$arch']" "$work/source/setup.py"
+  CAUSAL_CONV1D_FORCE_BUILD=TRUE python3 -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps \
+    --no-build-isolation --wheel-dir "$out" "$work/source" && cp "$out"/causal_conv1d-*.whl "$work/wheels"
+}
+for archive in "$wheels"/causal_conv1d-*.tar.gz; do
+  [ -e "$archive" ] || continue
+  echo "== compile $(basename "$archive")"
+  compile_causal_conv1d "$archive" >"$out/causal-conv1d.log" 2>&1 || tail -n 20 "$out/causal-conv1d.log"
+done
 
 install() {
   local target=$1
@@ -41,20 +67,27 @@ try() {
 }
 try "$site" torch "pass"
 try "$site" triton "pass"
-try "$site" cake_norms "pass"
-try "$site" liger_kernel "from liger_kernel.ops.rms_norm import LigerRMSNormFunction, rms_norm_backward, rms_norm_forward"
-try "$site" cutlass "pass"
-try "$site" quack "from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd"
-for wheel in "${fla[@]}"; do
-  try "$site:$work/$(basename "$wheel" .whl)" fla "import fla.modules.fused_norm_gate as m; m.layer_norm_gated_fwd, m.rms_norm_gated"
-done
+try "$site" "${package//-/_}" "pass"
+case $package in
+  cake-norms)
+    try "$site" liger_kernel "from liger_kernel.ops.rms_norm import LigerRMSNormFunction, rms_norm_backward, rms_norm_forward"
+    try "$site" cutlass "pass"
+    try "$site" quack "from quack.rmsnorm import rmsnorm_bwd, rmsnorm_fwd"
+    of_fla="import fla.modules.fused_norm_gate as m; m.layer_norm_gated_fwd, m.rms_norm_gated"
+    ;;
+  cake-conv1d)
+    try "$site" causal_conv1d "from causal_conv1d import causal_conv1d_fn"
+    of_fla="from importlib.util import find_spec; name = 'fla.modules.causal_conv1d'; __import__(name if find_spec(name) else 'fla.modules.conv')"
+    ;;
+esac
+for wheel in "${fla[@]}"; do try "$site:$work/$(basename "$wheel" .whl)" fla "$of_fla"; done
 
 status=0
 run() {
   local path=$1 name=$2 start=$SECONDS
   shift 2
   echo "== $name"
-  PYTHONPATH=$path python3 packages/cake-norms/benchmarks/bench_norms.py --json "$out/$name.json" "$@" >"$out/$name.log" 2>&1 || status=1
+  PYTHONPATH=$path python3 "packages/$package/benchmarks/bench_$short.py" --json "$out/$name.json" "$@" >"$out/$name.log" 2>&1 || status=1
   echo "$((SECONDS - start)) s, $(grep -c ' ms ' "$out/$name.log") rows timed"
 }
 PYTHONPATH=$site cake prebuild --all --plain >"$out/prebuild.log" 2>&1 || status=1
@@ -65,7 +98,7 @@ with() { [ -n "${1:-}" ] && echo ":$work/$(basename "$1" .whl)"; }
 run "$site$(with "${fla[0]:-}")" "$stem" "${sha[@]}" "$@"
 for wheel in "${fla[@]:1}"; do
   version=$(basename "$wheel" | cut -d- -f2)
-  run "$site$(with "$wheel")" "$stem.fla-$version" "${sha[@]}" --op gated_rmsnorm --rows peered --peers fla
+  run "$site$(with "$wheel")" "$stem.fla-$version" "${sha[@]}" "${other[@]}"
 done
 for log in "$out/$stem".fla-*.log "$out/$stem.log"; do
   [ -e "$log" ] || continue

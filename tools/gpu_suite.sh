@@ -7,9 +7,9 @@
 # (apache-tvm-ffi, rich). They are installed into a folder of their own: entry points need installed distributions.
 # REPORTS: folder for the logs; default gpu-suite. Prints a short table last; fails when a step failed.
 #
-# --no-compiler: proves that wheels with libraries are enough. The wheel of cake-norms is one that was built with
+# --no-compiler: proves that wheels with libraries are enough. The wheels of ops in WHEELS are ones that were built with
 # CAKE_AOT_ARCHS="sm_80 sm_90a" (sm_80: some tests compare with the portable build). No compiler can be found, every
-# library must be there already, and nothing may be compiled; the tests are those of cake-norms.
+# library must be there already, and nothing may be compiled; the tests are those of these packages.
 set -uo pipefail
 no_compiler=
 [ "${1:-}" = --no-compiler ] && no_compiler=yes && shift
@@ -22,9 +22,14 @@ python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$site
 export PYTHONPATH=$site PATH=$site/bin:$PATH PYTHONUNBUFFERED=1
 CAKE_CACHE_DIR=$(mktemp -d)
 export CAKE_CACHE_DIR
-tests=packages
+tests=(packages)
 if [ -n "$no_compiler" ]; then
-  tests=packages/cake-norms
+  tests=()
+  for wheel in "$wheels"/cake_*-py3-none-linux_*.whl; do # a wheel with libraries is one for a kind of machine
+    name=$(basename "$wheel" | cut -d- -f1)
+    [ -e "$wheel" ] && tests+=("packages/${name//_/-}")
+  done
+  [ ${#tests[@]} -gt 0 ] || { echo "$wheels: holds no wheel with libraries" >&2 && exit 2; }
   unset CUDA_HOME CUDA_PATH
   # A compiler that is named and not there ends cake-core's search: PATH, wheels and /usr/local/cuda are not looked at.
   export CAKE_NVCC=$site/no-nvcc CAKE_CXX=$site/no-c++
@@ -58,7 +63,7 @@ step doctor cake doctor --plain
 [ -z "$no_compiler" ] || step no-nvcc no_nvcc
 step prebuild cake prebuild --all --plain
 step verify cake verify --device cuda --plain
-step pytest python3 -m pytest -q -p no:cacheprovider -m gpu --durations=15 "$@" "$tests"
+step pytest python3 -m pytest -q -p no:cacheprovider -m gpu --durations=15 "$@" "${tests[@]}"
 [ -z "$no_compiler" ] || step compiled nothing_compiled
 [ "$status" = 0 ] || tail -n 60 "$reports/pytest.log" "$reports/verify.log" "$reports/prebuild.log"
 printf '%s' "$table"

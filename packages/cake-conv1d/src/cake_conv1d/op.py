@@ -11,8 +11,19 @@ from cake_core.spec import Flag, OpSpec, Package, Param
 
 from . import plan
 
-__all__ = ["ACTIVATIONS", "CHANNEL_MULTIPLE", "MIN_WIDTH", "OP", "PREACTIVATION", "WIDTHS"]
-__all__ += ["check_supported", "is_supported"]
+__all__ = [
+    "ACTIVATIONS",
+    "CHANNEL_MULTIPLE",
+    "MIN_WIDTH",
+    "OP",
+    "PREACTIVATION",
+    "WIDTHS",
+    "check_activation",
+    "check_channels",
+    "check_supported",
+    "check_width",
+    "is_supported",
+]
 
 WIDTHS: Final = (2, 3, 4)
 """Taps of a channel that the CUDA kernels serve; the CPU serves any number from ``MIN_WIDTH`` on."""

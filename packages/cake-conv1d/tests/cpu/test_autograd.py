@@ -1,4 +1,4 @@
-"""The autograd Function: which gradients, what it saves, when it reads the configuration, what it refuses (spec 4, 5)."""
+"""The autograd Function: which gradients, what it saves, when it reads the policy, what it refuses (spec 4, 5)."""
 
 from __future__ import annotations
 
@@ -201,7 +201,9 @@ def test_the_backward_has_a_gradient_for_every_argument_of_the_forward() -> None
     functions = [
         value
         for value in vars(autograd).values()
-        if isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__module__ == autograd.__name__
+        if isinstance(value, type)
+        and issubclass(value, torch.autograd.Function)
+        and value.__module__ == autograd.__name__
     ]
     assert functions, "the op has an autograd Function"
     for function in functions:

@@ -51,16 +51,14 @@ def test_fp64_equals_autograd_of_the_definition(width: int, activation: str | No
     x, dy, w = normal(0, total, 5, dtype=F64), normal(1, total, 5, dtype=F64), normal(2, 5, width, dtype=F64)
     state, d_final = (normal(seed, len(LENGTHS), halo, 5, dtype=F64) for seed in (3, 4))
     leaves = [t.clone().requires_grad_() for t in (x, w, state)]
-    y, final = causal_conv1d(
-        *leaves[:2], cu, activation=activation, initial_state=leaves[2], output_final_state=True
-    )
+    y, final = causal_conv1d(*leaves[:2], cu, activation=activation, initial_state=leaves[2], output_final_state=True)
     grads = torch.autograd.grad((y, final), leaves, (dy, d_final))
     options = dict(activation=activation, policy=policy, initial_state=state, d_final_state=d_final)
     ref = oracle.reference(x, w, dy, cu, **options)
-    for name, got in zip(
-        ("y", "final_state", "dx", "dweight", "d_initial_state"), (y, final, *grads), strict=True
-    ):
-        torch.testing.assert_close(got.detach(), getattr(ref, name), rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    for name, got in zip(("y", "final_state", "dx", "dweight", "d_initial_state"), (y, final, *grads), strict=True):
+        torch.testing.assert_close(
+            got.detach(), getattr(ref, name), rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("activation", ["silu", "swish", None])
@@ -185,7 +183,7 @@ def test_the_weight_gradient_is_not_summed_in_bf16() -> None:
 
 
 def test_the_preactivation_adds_the_oldest_tap_first() -> None:
-    """Spec 3.1: a = w0 x0; a = fma(w1, x1, a); ... in FP32. Products of BF16 numbers are exact: one order, one result."""
+    """Spec 3.1: a = w0 x0; a = fma(w1, x1, a); ... in FP32. Products of BF16 numbers are exact: the order decides."""
     x, w = normal(0, 64, 8), normal(1, 8, 4)
     got = causal_conv1d_fwd(x.float(), w.float(), activation=None)
     padded = torch.cat((torch.zeros(3, 8), x.float()))

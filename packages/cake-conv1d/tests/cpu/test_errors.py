@@ -115,10 +115,24 @@ CASES = [
     case("d-final-shape", ValueError, r": d_final_state is", bwd(d_final_state=STATE[:1])),
     case("final-state-documents", ValueError, r": initial_state is", final(initial_state=STATE[:1])),
     # Contents of the offsets: free to check on the CPU.
-    case("cu-not-from-zero", ValueError, r": cu_seqlens\[0\] is 1; needs 0", fwd(cu_seqlens=torch.tensor([1, 6]).int())),
-    case("cu-decreasing", ValueError, r": cu_seqlens\[2\] is 2; needs .*4", fwd(cu_seqlens=torch.tensor([0, 4, 2, 6]).int())),
-    case("cu-short-of-the-end", ValueError, r": cu_seqlens\[2\] is 5; needs 6", fwd(cu_seqlens=torch.tensor([0, 2, 5]).int())),
-    case("cu-past-the-end", ValueError, r": cu_seqlens\[2\] is 7; needs 6", fwd(cu_seqlens=torch.tensor([0, 2, 7]).int())),
+    case(
+        "cu-not-from-zero", ValueError, r": cu_seqlens\[0\] is 1; needs 0", fwd(cu_seqlens=torch.tensor([1, 6]).int())
+    ),
+    case(
+        "cu-decreasing",
+        ValueError,
+        r": cu_seqlens\[2\] is 2; needs .*4",
+        fwd(cu_seqlens=torch.tensor([0, 4, 2, 6]).int()),
+    ),
+    case(
+        "cu-short-of-the-end",
+        ValueError,
+        r": cu_seqlens\[2\] is 5; needs 6",
+        fwd(cu_seqlens=torch.tensor([0, 2, 5]).int()),
+    ),
+    case(
+        "cu-past-the-end", ValueError, r": cu_seqlens\[2\] is 7; needs 6", fwd(cu_seqlens=torch.tensor([0, 2, 7]).int())
+    ),
     # Given outputs.
     case("out-shape", ValueError, r": out is .*\(5, 8\)", fwd(out=like(X, 5, 8))),
     case("out-dtype", ValueError, r": out is torch.float32", fwd(out=X.float())),
@@ -133,7 +147,12 @@ CASES = [
     case("dx-not-asked-for", ValueError, r": dx is given", bwd(dx=like(X, 6, 8), needs=(False, True, False))),
     # Sequences of the multi call.
     case("xs-tensor", TypeError, r": xs is Tensor", lambda: causal_conv1d_kcp_multi(X, [W], object())),
-    case("weights-tensor", TypeError, r": weights is (Tensor|Parameter)", lambda: causal_conv1d_kcp_multi([X], W, object())),
+    case(
+        "weights-tensor",
+        TypeError,
+        r": weights is (Tensor|Parameter)",
+        lambda: causal_conv1d_kcp_multi([X], W, object()),
+    ),
 ]
 
 

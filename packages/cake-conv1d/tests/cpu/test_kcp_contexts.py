@@ -248,13 +248,13 @@ def test_wrong_python_types_are_type_errors() -> None:
     x, w, _ = BATCH.operands()
     context = alone()
     calls: dict[str, Callable[[], object]] = {
-        r"causal_conv1d_kcp: x_local is list": lambda: causal_conv1d_kcp([1.0], w, context),  # pyright: ignore
-        r"causal_conv1d_kcp: weight is NoneType": lambda: causal_conv1d_kcp(x, None, context),  # pyright: ignore
+        r"causal_conv1d_kcp: x_local is list": lambda: causal_conv1d_kcp([1.0], w, context),
+        r"causal_conv1d_kcp: weight is NoneType": lambda: causal_conv1d_kcp(x, None, context),
         r"causal_conv1d_kcp: ctx": lambda: causal_conv1d_kcp(x, w, None),
-        r"causal_conv1d_kcp_multi: xs is Tensor": lambda: causal_conv1d_kcp_multi(x, [w], context),  # pyright: ignore
-        r"causal_conv1d_kcp_multi: weights is Tensor": lambda: causal_conv1d_kcp_multi([x], w, context),  # pyright: ignore
-        r"causal_conv1d_kcp_multi: xs\[1\] is NoneType": lambda: causal_conv1d_kcp_multi([x, None], [w, w], context),  # pyright: ignore
-        r"variant": lambda: causal_conv1d_kcp(x, w, context, variant="det"),  # pyright: ignore
+        r"causal_conv1d_kcp_multi: xs is Tensor": lambda: causal_conv1d_kcp_multi(x, [w], context),
+        r"causal_conv1d_kcp_multi: weights is Tensor": lambda: causal_conv1d_kcp_multi([x], w, context),
+        r"causal_conv1d_kcp_multi: xs\[1\] is NoneType": lambda: causal_conv1d_kcp_multi([x, None], [w, w], context),
+        r"variant": lambda: causal_conv1d_kcp(x, w, context, variant="det"),
     }
     for text, call in calls.items():
         with pytest.raises(TypeError, match=text):

@@ -116,9 +116,7 @@ def replay(rank: int, part: KcpPartition, context: Any, with_handle: bool) -> tu
     handle = RecomputeHandle() if with_handle else None
     dist.all_to_all_single = counted
     try:
-        y = checkpoint(
-            lambda x: causal_conv1d_kcp(x, w, context, recompute_handle=handle), leaf, use_reentrant=False
-        )
+        y = checkpoint(lambda x: causal_conv1d_kcp(x, w, context, recompute_handle=handle), leaf, use_reentrant=False)
         assert isinstance(y, Tensor)
         y.backward(scatter_kcp(dy, part, rank))
     finally:

@@ -10,8 +10,17 @@ import torch
 from cake_conv1d import causal_conv1d_kcp, causal_conv1d_kcp_multi
 from cake_conv1d.testing.parallel import Batch, ragged, rank_step, single_step
 from cake_core import config
-from cake_core.kcp import Exchange, KcpContext, KcpPartition, LocalExchange, Work, build_context_kcp, gather_kcp
-from cake_core.kcp import partition_kcp, scatter_kcp
+from cake_core.kcp import (
+    Exchange,
+    KcpContext,
+    KcpPartition,
+    LocalExchange,
+    Work,
+    build_context_kcp,
+    gather_kcp,
+    partition_kcp,
+    scatter_kcp,
+)
 from cake_core.testing.gates import assert_same_bits
 from torch import Tensor
 
@@ -38,7 +47,9 @@ def contexts(part: KcpPartition, local: LocalExchange, width: int = 4) -> list[K
     return [build_context_kcp(part, group, r, "cpu", width) for r, group in enumerate(groups)]
 
 
-def steps(batch: Batch, part: KcpPartition, local: LocalExchange | None = None, **options: Any) -> list[dict[str, Tensor]]:
+def steps(
+    batch: Batch, part: KcpPartition, local: LocalExchange | None = None, **options: Any
+) -> list[dict[str, Tensor]]:
     local = local or LocalExchange(part.world_size, timeout=10.0)
     ranks = contexts(part, local, batch.width)
     return local.run(lambda r: rank_step(batch, ranks[r], **options))
@@ -73,7 +84,7 @@ def test_more_taps_than_the_kernels_have(layout: str) -> None:
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
 @pytest.mark.parametrize("activation", ["silu", None])
 def test_dtypes_policies_and_activations(activation: str | None, policy: str, dtype: str) -> None:
-    """g rows travel unrounded, FP32 (FP64 of FP64 operands): dx keeps its one rounding. dweight sums to 1e-12 in FP64."""
+    """g rows travel unrounded, so dx keeps its one rounding; dweight of FP64 operands adds up to 1e-12."""
     config.configure(cake_conv1d_silu_grad_preactivation=policy)
     weight = "float32" if dtype == "bfloat16" else dtype
     batch = Batch(LENGTHS, dtype=dtype, weight=weight, activation=activation)
@@ -216,7 +227,11 @@ def test_gradients_that_nobody_needs(needs: tuple[bool, bool]) -> None:
 @pytest.mark.parametrize("layout", ["zigzag", "ragged2"])
 def test_several_tensors_in_one_call_are_the_single_calls_in_one_collective_per_direction(layout: str) -> None:
     """q, k and v of a KDA layer, of different widths; tap dtypes may differ as well."""
-    batches = [Batch(LENGTHS, channels=8, seed=1), Batch(LENGTHS, channels=24, seed=2, weight="float32"), Batch(LENGTHS)]
+    batches = [
+        Batch(LENGTHS, channels=8, seed=1),
+        Batch(LENGTHS, channels=24, seed=2, weight="float32"),
+        Batch(LENGTHS),
+    ]
     part = cut(LENGTHS, 3, layout)
     local = LocalExchange(3, timeout=10.0)
     ranks = contexts(part, local)
@@ -329,7 +344,11 @@ class Late(Exchange):
         self, out: Tensor, inp: Tensor, recv_rows: Sequence[int], send_rows: Sequence[int], *, async_op: bool = False
     ) -> Work:
         out.fill_(float("nan"))
-        inner, owner, number = self.inner.all_to_all(out, inp, recv_rows, send_rows, async_op=True), self, len(self.waited)
+        inner, owner, number = (
+            self.inner.all_to_all(out, inp, recv_rows, send_rows, async_op=True),
+            self,
+            len(self.waited),
+        )
         self.waited.append(False)
 
         class Wait:

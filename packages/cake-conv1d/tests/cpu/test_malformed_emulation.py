@@ -185,8 +185,7 @@ def test_the_search_finds_each_document_among_empty_ones(kernels: Kernels, kind:
     x, dy, w = randn(TOKENS, 8, seed=1), randn(TOKENS, 8, seed=2), randn(8, 4, seed=3)
     state, d_final = randn(count, 3, 8, seed=4), randn(count, 3, 8, seed=5)
     offsets, few = at_the_end_of_readable_memory(int32(cu)), int32([0, *(cu[n + 1] for n in kept)])
-    if kind == "spread":
-        assert survives(lambda: kernels.forward(x, w, offsets, state=state))
+    assert survives(lambda: kernels.forward(x, w, offsets, state=state))
     y = kernels.forward(x, w, offsets, state=state)
     assert_same_bits(y, kernels.forward(x, w, few, state=state[kept]), "y")
     dx, dw = kernels.backward(dy, x, w, offsets, state=state, d_final=d_final)

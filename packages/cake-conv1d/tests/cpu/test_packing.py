@@ -32,7 +32,12 @@ def offsets(lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def everything(
-    x: Tensor, w: Tensor, dy: Tensor, cu: Tensor | None = None, *, state: Tensor | None = None,
+    x: Tensor,
+    w: Tensor,
+    dy: Tensor,
+    cu: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
     d_final: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """y, final state and every gradient, through autograd."""
@@ -54,20 +59,21 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], *names: str) ->
 # --- documents --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("width", [2, 3, 4])
-def test_a_document_alone_has_the_bits_that_it_has_in_the_pack(width: int) -> None:
+def test_a_document_alone_has_the_bits_that_it_has_in_the_pack(width: int, stateful: bool) -> None:
     """Lengths below, at and above the halo, empty documents in every place, one that crosses a block of 2048."""
     lengths, channels, halo = (0, 5, 1, 0, 2, 3, 4, 2040, 70, 0, 0), 24, width - 1
     x, dy, w = normal(0, sum(lengths), channels), normal(1, sum(lengths), channels), normal(2, channels, width)
     states, d_finals = (normal(seed, len(lengths), halo, channels) for seed in (3, 4))
-    packed = everything(x, w, dy, offsets(lengths), state=states, d_final=d_finals)
+    packed = everything(x, w, dy, offsets(lengths), state=states if stateful else None, d_final=d_finals)
     start = 0
     for n, length in enumerate(lengths):
         rows, one = slice(start, start + length), slice(n, n + 1)
-        alone = everything(x[rows], w, dy[rows], state=states[one], d_final=d_finals[one])
+        alone = everything(x[rows], w, dy[rows], state=states[one] if stateful else None, d_final=d_finals[one])
         for name in ("y", "dx"):
             assert_same_bits(packed[name][rows], alone[name], f"{name} of document {n}")
-        for name in ("final_state", "d_initial_state"):
+        for name in ("final_state", "d_initial_state") if stateful else ("final_state",):
             assert_same_bits(packed[name][one], alone[name], f"{name} of document {n}")
         start += length
 
@@ -92,25 +98,27 @@ def test_a_negative_zero_tap_at_the_document_start_keeps_the_sign_of_the_chain()
 
 @pytest.mark.parametrize("value", [NAN, float("inf"), 1e30, -3.0])
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
-def test_a_document_full_of_anything_leaves_the_others_alone(index: int, value: float) -> None:
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_document_full_of_anything_leaves_the_others_alone(stateful: bool, index: int, value: float) -> None:
     """D02: y, dx and both states keep their bits, whatever x, dy and the state of one document hold."""
     lengths = (37, 2, 0, 91)
     x, dy, w = normal(0, 130, 16), normal(1, 130, 16), normal(2, 16, 4)
     states, d_finals = normal(3, 4, 3, 16), normal(4, 4, 3, 16)
     cu = offsets(lengths)
-    want = everything(x, w, dy, cu, state=states, d_final=d_finals)
+    given = {"state": states if stateful else None, "d_final": d_finals}
+    want = everything(x, w, dy, cu, **given)
     ends = cu.tolist()
     inside = slice(ends[index], ends[index + 1])
     for rows, per_document in ((x, states), (dy, d_finals)):
         rows[inside] = value
         per_document[index] = value
-    got = everything(x, w, dy, cu, state=states, d_final=d_finals)
+    got = everything(x, w, dy, cu, **given)
     tokens = torch.ones(130, dtype=torch.bool)
     tokens[inside] = False
     documents = torch.arange(4) != index
     for name in ("y", "dx"):
         assert_same_bits(got[name][tokens], want[name][tokens], name)
-    for name in ("final_state", "d_initial_state"):
+    for name in ("final_state", "d_initial_state") if stateful else ("final_state",):
         assert_same_bits(got[name][documents], want[name][documents], name)
     if inside.start < inside.stop and value != value:
         assert got["y"][inside].isnan().all(), "the document itself"
@@ -331,7 +339,9 @@ def test_a_row_of_the_initial_state_that_comes_out_again_carries_both_gradients(
     """fla #1140: a document of one token; row 1 of the state is read by its taps and is row 0 of the final state."""
     w = torch.tensor([[2.0, 3.0, 5.0, 7.0]])
     x = torch.zeros(1, 1, dtype=F32)
-    got = everything(x, w, torch.ones(1, 1), state=torch.zeros(1, 3, 1), d_final=torch.tensor([[[100.0], [200.0], [400.0]]]))
+    got = everything(
+        x, w, torch.ones(1, 1), state=torch.zeros(1, 3, 1), d_final=torch.tensor([[[100.0], [200.0], [400.0]]])
+    )
     slope = 0.5  # of silu at 0
     assert got["dx"].flatten().tolist() == [7 * slope + 400]
     assert got["d_initial_state"].flatten().tolist() == [2 * slope, 3 * slope + 100, 5 * slope + 200]

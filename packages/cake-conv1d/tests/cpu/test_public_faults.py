@@ -254,7 +254,11 @@ def test_vllm_9838_and_10895_the_final_state_of_1026_tokens(tokens: int) -> None
 
 def test_fla_1258_as_many_gradients_as_arguments() -> None:
     """The forward got an argument and the backward no gradient for it: seen by the first backward of each entry."""
-    x, w, state = normal(0, 9, 8).requires_grad_(), normal(1, 8, 4).requires_grad_(), normal(2, 1, 3, 8).requires_grad_()
+    x, w, state = (
+        normal(0, 9, 8).requires_grad_(),
+        normal(1, 8, 4).requires_grad_(),
+        normal(2, 1, 3, 8).requires_grad_(),
+    )
     context = build_context_kcp(partition_kcp([0, 9], 1, "zigzag"), None, 0, "cpu")
     calls: dict[str, Callable[[], Tensor]] = {
         "plain": lambda: causal_conv1d(x, w),

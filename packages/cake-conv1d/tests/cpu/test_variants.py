@@ -38,7 +38,7 @@ def step() -> tuple[Tensor, ...]:
 def test_a_configured_fast_runs_det_under_deterministic_algorithms_and_says_so_once(
     warn_only: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """cudnn-frontend PR 799: atomics under the flag, without notice. Here det runs, nothing raises, one record says it."""
+    """cudnn-frontend PR 799: atomics under the flag, without notice. Here det runs, and one record says so."""
     caplog.set_level(logging.INFO, "cake")
     want = step()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)

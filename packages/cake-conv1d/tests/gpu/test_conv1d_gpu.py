@@ -125,13 +125,13 @@ def test_infinities_saturate_and_overflow_is_no_nan() -> None:
     taps = torch.tensor([[0.0, 0.0, 0.0, 1.0]], device=DEVICE).expand(8, 4).contiguous()
     values = torch.tensor([math.inf, -math.inf, 3e38, -3e38, -100.0, 0.0, -0.0, 1.0], device=DEVICE).bfloat16()
     y = causal_conv1d_fwd(values.view(1, 8), taps)[0]
-    finite = values.float() * torch.sigmoid(values.float())
     assert y[0] == math.inf
     assert bool(y[1].isnan())
     assert y[2] == values[2]
     assert y[3] == 0
     assert bool(y[3].signbit())
-    assert_same_bits(y[5:], finite[5:].bfloat16(), "y")
+    assert y[5] == 0
+    assert y[7] == torch.sigmoid(torch.ones((), device=DEVICE)).bfloat16()
 
 
 # ---- layouts

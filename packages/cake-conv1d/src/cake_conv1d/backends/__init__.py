@@ -81,16 +81,19 @@ def backward(
     if x.dim() == 2 and weight.dim() == 2 and dx is None and dweight is None:
         return backend.backward(x, weight, dy, docs, options, history, d_final, None, None, needs)
     x_grad = (new(x) if dx is None else dx) if needs[0] else None
-    w_grad = (new(weight) if dweight is None else dweight) if needs[1] else None
     x_rows = None if x_grad is None else _output(x_grad)
+    w_grad = dweight if needs[1] else None
+    if w_grad is None and needs[1] and weight.dim() != 2:
+        w_grad = new(weight)
     w_rows = None if w_grad is None else taps(w_grad)
-    _, _, d_initial = backend.backward(
+    _, w_made, d_initial = backend.backward(
         flat(x), taps(weight), flat(dy), docs, options, history, d_final, x_rows, w_rows, needs
     )
     if x_grad is not None:
         _close(x_grad, x_rows, dx)
-    written(dweight)
-    return x_grad, w_grad, d_initial
+    if w_grad is not None:
+        written(dweight)
+    return x_grad, w_made if w_grad is None else w_grad, d_initial
 
 
 def final_state(backend: Any, x: Tensor, width: int, docs: Documents, state: Tensor | None) -> Tensor:

@@ -92,10 +92,12 @@ def reference(
     policy: str = "bf16",
     initial_state: Tensor | None = None,
     d_final_state: Tensor | None = None,
+    errors: bool = True,
 ) -> Reference:
     """Results for x and dy [T, C] or [B, T, C], weight [C, W] or [C, 1, W], states [N, W - 1, C].
 
-    Without an initial state the reference treats it as zeros and still gives its gradient.
+    Without an initial state the reference treats it as zeros and still gives its gradient. ``errors=False`` leaves out
+    what ``bounds`` needs, which is most of the work.
     """
     channels, width = weight.shape[0], weight.shape[-1]
     flat, gradient, taps = (t.detach().double().reshape(-1, t.shape[-1]) for t in (x, dy, weight))
@@ -106,16 +108,17 @@ def reference(
         x.new_zeros(shape, dtype=torch.float64) if t is None else t.detach().double()
         for t in (initial_state, d_final_state)
     )
-    rows = tuple(index.to(x.device) for index in sources(cu, width))
+    tap_rows, final_rows = sources(cu, width)
+    rows = tap_rows.to(x.device), final_rows.to(x.device)
     parts = [
-        _block(flat[:, c], taps[c], gradient[:, c], state[:, :, c], d_final[:, :, c], rows, activation, policy)
+        _block(flat[:, c], taps[c], gradient[:, c], state[:, :, c], d_final[:, :, c], rows, activation, policy, errors)
         for c in (slice(first, first + _CHANNELS) for first in range(0, channels, _CHANNELS))
     ]
     joined = {name: torch.cat([part[name] for part in parts], dim=0 if "dweight" in name else -1) for name in parts[0]}
     shapes = {"y": x.shape, "dx": x.shape, "dweight": weight.shape}
     joined = {name: value.reshape(shapes.get(name.split()[0], value.shape)) for name, value in joined.items()}
-    errors = {name.split()[0]: value for name, value in joined.items() if " " in name}
-    return Reference(**{name: value for name, value in joined.items() if " " not in name}, errors=errors)
+    found = {name.split()[0]: value for name, value in joined.items() if " " in name}
+    return Reference(**{name: value for name, value in joined.items() if " " not in name}, errors=found)
 
 
 def _convolve(x: Tensor, w: Tensor, state: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -132,7 +135,7 @@ def _adjoint(
     x: Tensor, w: Tensor, state: Tensor, rows: tuple[Tensor, Tensor], g: Tensor, d_final: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of x, w and state when pre has the gradient g and the final state d_final."""
-    leaves = tuple(t.detach().requires_grad_() for t in (x, w, state))
+    leaves = x.detach().requires_grad_(), w.detach().requires_grad_(), state.detach().requires_grad_()
     with torch.enable_grad():
         return torch.autograd.grad(_convolve(*leaves, rows), leaves, (g, d_final))
 
@@ -146,38 +149,41 @@ def _block(
     rows: tuple[Tensor, Tensor],
     activation: str | None,
     policy: str,
+    errors: bool,
 ) -> dict[str, Tensor]:
     """All results of some channels; "<name> error" is what FP32 arithmetic may add to <name>."""
     pre, final = _convolve(x, w, state, rows)
-    absolute = x.abs(), w.abs(), state.abs()
-    magnitude, _ = _convolve(*absolute, rows)
-    pre_error = (w.shape[1] + 1) * _ULP * magnitude
+    p = pre if policy == "fp32" else pre.float().to(torch.bfloat16).double()
     if activation is None:
-        y, y_error, g, g_error = pre, pre_error, dy, torch.zeros_like(dy)
+        y, g = pre, dy
     else:
-        y = pre * torch.sigmoid(pre)
-        y_error = 1.1 * pre_error + y.abs() * _sigmoid_error(pre) + 2.0**-119  # what a flushed exponential leaves
-        p = pre if policy == "fp32" else pre.float().to(torch.bfloat16).double()
-        g, g_error = dy * silu_slope(p), dy.abs() * _slope_error(pre, p, pre_error, policy)
+        y, g = pre * torch.sigmoid(pre), dy * silu_slope(p)
     if activation is not None and policy == "fp32":
-        leaves = tuple(t.detach().requires_grad_() for t in (x, w, state))
+        leaves = x.detach().requires_grad_(), w.detach().requires_grad_(), state.detach().requires_grad_()
         with torch.enable_grad():
             inner, last = _convolve(*leaves, rows)
             grads = torch.autograd.grad((inner * torch.sigmoid(inner), last), leaves, (dy, d_final))
     else:
         grads = _adjoint(x, w, state, rows, g, d_final)
+    names = ("dx", "dweight", "d_initial_state")
+    results = {"y": y, "final_state": final, **dict(zip(names, grads, strict=True))}
+    if not errors:
+        return results
+    absolute = x.abs(), w.abs(), state.abs()
+    pre_error = (w.shape[1] + 1) * _ULP * _convolve(*absolute, rows)[0]
+    if activation is None:
+        results["y error"], g_error = pre_error, torch.zeros_like(dy)
+    else:
+        # 2^-119 is what a flushed exponential leaves.
+        results["y error"] = 1.1 * pre_error + y.abs() * _sigmoid_error(pre) + 2.0**-119
+        g_error = dy.abs() * _slope_error(pre, p, pre_error, policy)
     # Errors of g travel through the same sums; every product and addition rounds once more.
     moved = _adjoint(*absolute, rows, g_error, torch.zeros_like(d_final))
     terms = _adjoint(*absolute, rows, g.abs(), d_final.abs())
     per_sum = (w.shape[1] + 1) * _ULP, 2.0**-20, (w.shape[1] + 1) * _ULP
-    errors = [a + share * b for a, b, share in zip(moved, terms, per_sum, strict=True)]
-    return {
-        "y": y,
-        "final_state": final,
-        **dict(zip(("dx", "dweight", "d_initial_state"), grads, strict=True)),
-        "y error": y_error,
-        **dict(zip(("dx error", "dweight error", "d_initial_state error"), errors, strict=True)),
-    }
+    for name, a, share, b in zip(names, moved, per_sum, terms, strict=True):
+        results[f"{name} error"] = a + share * b
+    return results
 
 
 def _sigmoid_error(p: Tensor) -> Tensor:

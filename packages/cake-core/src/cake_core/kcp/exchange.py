@@ -37,7 +37,7 @@ DONE: Work = _Done()
 class Exchange(Protocol):
     """Collectives over the rows (dim 0) of dense tensors; every rank calls the same ones in the same order.
 
-    With ``async_op`` the result holds after ``wait()`` of what is returned; the operands stay untouched until then.
+    With ``async_op`` the result holds after ``wait()`` of what is returned; until then the operands are the call's.
     Raises: ValueError for operands that do not fit the row counts; RuntimeError when another rank failed, did not come
     in time or came with other rows.
     """

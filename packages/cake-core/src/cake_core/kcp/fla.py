@@ -27,7 +27,8 @@ def context_from_fla(ctx: Any, cu_seqlens_cpu: Any = None) -> KcpContext:
 
     Args:
         ctx: an object with ``group, cu_seqlens, cu_seqlens_cpu, pre_num_ranks, post_num_ranks, is_first_rank,
-            is_last_rank`` and, for zigzag, ``layout, part_len, front_num_seqs`` and the ``*_by_part`` tuples.
+            is_last_rank`` and, for zigzag, ``layout, part_len, front_num_seqs`` and the ``*_by_part`` tuples;
+            ``conv1d_kernel_size`` is 4 where there is none.
         cu_seqlens_cpu: global offsets in host memory.
 
     Raises: TypeError for an object without these attributes; ValueError for offsets in host memory that are missing,
@@ -39,7 +40,8 @@ def context_from_fla(ctx: Any, cu_seqlens_cpu: Any = None) -> KcpContext:
     if not isinstance(offsets, torch.Tensor):
         raise TypeError(message(_ENTRY, "ctx.cu_seqlens", type(offsets).__name__, "a tensor"))
     local = _local_offsets(ctx, offsets)
-    width = getattr(ctx, "conv1d_kernel_size", None) or 4
+    width = getattr(ctx, "conv1d_kernel_size", None)
+    width = 4 if width is None else check_int(width, "ctx.conv1d_kernel_size", entry=_ENTRY, minimum=1)
     layout = getattr(ctx, "layout", None) or "contiguous"
     if layout not in ("contiguous", "zigzag"):
         raise ValueError(message(_ENTRY, "ctx.layout", repr(layout), "'contiguous' or 'zigzag'"))

@@ -252,8 +252,9 @@ class _LocalWork:
         if post.ready is not None:
             import torch
 
-            post.ready.wait()
-            post.rows.record_stream(torch.accelerator.current_stream(post.rows.device))
+            stream = torch.accelerator.current_stream(post.rows.device)
+            post.ready.wait(stream)
+            post.rows.record_stream(stream)
         begin = 0 if post.kind == "all_gather" else sum(post.counts[: self._rank])
         return post.rows[begin : begin + count]
 
@@ -265,5 +266,5 @@ def _recorded(rows: Tensor) -> Any:
     import torch
 
     event = torch.Event(rows.device)
-    event.record()
+    event.record(torch.accelerator.current_stream(rows.device))
     return event

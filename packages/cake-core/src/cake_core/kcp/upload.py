@@ -55,7 +55,8 @@ class Upload:
         if real:
             self._stream = devices.stream(device.index)
             self._event = torch.Event(device)
-            self._event.record()
+            # An event without a stream would take the current device's.
+            self._event.record(torch.accelerator.current_stream(device.index))
         for (_, shape, dtype), (begin, end) in zip(tables, places, strict=True):
             self.tables.append(self._buffer[begin:end].view(dtype).view(shape))
 
@@ -69,6 +70,7 @@ class Upload:
             return
         import torch
 
-        self._event.wait()
+        stream = torch.accelerator.current_stream(self._index)
+        self._event.wait(stream)
         # The buffer belongs to the stream of the copy; this one may still read it when the context is dropped.
-        self._buffer.record_stream(torch.accelerator.current_stream(self._index))
+        self._buffer.record_stream(stream)

@@ -188,6 +188,7 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("ctx.cu_seqlens is list; needs a tensor", TypeError, lambda: of(cu_seqlens=[0, 4])),
     ("ctx.layout is 'ring'; needs", ValueError, lambda: of(layout="ring")),
     ("group is int; needs a torch.distributed group", TypeError, lambda: of(group=4)),
+    ("ctx.conv1d_kernel_size is 0; needs at least 1", ValueError, lambda: of(conv1d_kernel_size=0)),
     ("ctx.pre_num_ranks is 2; needs at most 1", ValueError, lambda: of(pre_num_ranks=2)),
     ("ctx.post_num_ranks is 3; needs at most 2", ValueError, lambda: of(post_num_ranks=3)),
     ("ctx.pre_num_ranks is None", TypeError, lambda: of(pre_num_ranks=None)),
