@@ -259,6 +259,10 @@ def test_no_launch_depends_on_the_sm_count() -> None:
             for tokens in (1, 17, 64, 4097):
                 step(fake, tokens, 264)
             ranks_step(fake)
+            # Channels enough that the number of warps bounds the rows of partial sums, not the tokens.
+            x, w = torch.zeros(4097, 1280, device="cuda", dtype=BF16), torch.zeros(1280, 4, device="cuda")
+            causal_conv1d_bwd(x, w, x.clone())
+            assert named(launches[-1])["rows"] < 4097 // 16
             return [(launch.library, *map(shape_of, launch.args)) for launch in launches]
 
     assert launched(78) == launched(114) == launched(132) == launched(148)

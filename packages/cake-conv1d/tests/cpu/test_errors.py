@@ -178,15 +178,16 @@ def test_the_message_names_the_function_that_the_user_called() -> None:
 
 def test_a_batch_with_offsets_says_what_to_do() -> None:
     """fla PR 955: counted per row, the boundaries gave a silently wrong dweight."""
-    for call in (
-        lambda: causal_conv1d(XB, W, CU),
-        lambda: causal_conv1d_fwd(XB, W, CU),
-        lambda: causal_conv1d_bwd(XB, W, XB, CU),
-        lambda: conv_final_state(XB, 4, CU),
-    ):
-        with pytest.raises(ValueError, match=r"cu_seqlens") as caught:
-            call()
-        assert "2" in str(caught.value)
+    rows = torch.tensor([0, 2, 3], dtype=torch.int32)  # the offsets of one row, which fit its tokens
+    for cu in (CU, rows):
+        for call in (
+            lambda cu: causal_conv1d(XB, W, cu),
+            lambda cu: causal_conv1d_fwd(XB, W, cu),
+            lambda cu: causal_conv1d_bwd(XB, W, XB, cu),
+            lambda cu: conv_final_state(XB, 4, cu),
+        ):
+            with pytest.raises(ValueError, match=r": x is of shape \(2, 3, 8\); needs .*cu_seqlens"):
+                call(cu)
 
 
 def test_a_refused_call_leaves_given_outputs_as_they_were() -> None:

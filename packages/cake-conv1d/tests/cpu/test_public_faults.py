@@ -89,10 +89,11 @@ def test_fla_871_and_1138_a_gradient_that_is_not_contiguous(view: str) -> None:
 def test_c02_fla_955_boundaries_with_a_batch_above_one() -> None:
     """C02: x [2, 1024, 768] with cu 0, 1024, 2048 is a ValueError; without cu it has the packed call's gradients."""
     x, dy, w = normal(0, 2, 1024, 768), normal(1, 2, 1024, 768), normal(2, 768, 4)
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        causal_conv1d(x, w, offsets(1024, 1024))
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        causal_conv1d_bwd(x, w, dy, offsets(1024, 1024))
+    for cu in (offsets(1024, 1024), offsets(512, 512)):  # the second one would fit a single row
+        with pytest.raises(ValueError, match=r"x is of shape \(2, 1024, 768\).*cu_seqlens"):
+            causal_conv1d(x, w, cu)
+        with pytest.raises(ValueError, match=r"x is of shape \(2, 1024, 768\).*cu_seqlens"):
+            causal_conv1d_bwd(x, w, dy, cu)
     batch = causal_conv1d_bwd(x, w, dy)
     packed = causal_conv1d_bwd(x.view(2048, 768), w, dy.view(2048, 768), offsets(1024, 1024))
     for a, b, name in zip(batch[:2], packed[:2], ("dx", "dweight"), strict=True):
