@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -93,6 +93,19 @@ def test_every_tile_edge(kernels: Kernels, channels: int, tokens: int) -> None:
         _close(dw, want.dweight, bounds["dweight"], "dweight")
 
 
+@pytest.mark.parametrize("start", range(28, 36))
+def test_documents_that_begin_around_the_edge_of_a_tile(kernels: Kernels, start: int) -> None:
+    """A tile of the forward and a block of the backward begin at token 32: the history is theirs from there on."""
+    x, w, dy = _operands(64, 16, 4)
+    cu, state = (0, start, 64), randn(2, 3, 16, seed=3)
+    want = reference(x, w, dy, cu, initial_state=state)
+    bounds = want.bounds(weight=torch.bfloat16, state=torch.bfloat16)
+    _close(kernels.forward(x, w, int32(cu), state=state), want.y, bounds["y"], "y")
+    dx, dw = kernels.backward(dy, x, w, int32(cu), state=state, partition=(2, 1))
+    _close(dx, want.dx, bounds["dx"], "dx")
+    _close(dw, want.dweight, bounds["dweight"], "dweight")
+
+
 def test_budgets(kernels: Kernels) -> None:
     x, w, dy = _operands(700, 128, 4)
     cu = int32((0, 1, 230, 700))
@@ -119,7 +132,7 @@ def test_a_document_has_the_bits_it_has_alone(kernels: Kernels, states: bool) ->
     cu = int32(DOCUMENTS)
     y, (dx, _) = kernels.forward(x, w, cu, state=state), kernels.backward(dy, x, w, cu, state=state, d_final=d_final)
     assert dx is not None
-    for n, (start, end) in enumerate(zip(DOCUMENTS, DOCUMENTS[1:], strict=False)):
+    for n, (start, end) in enumerate(pairwise(DOCUMENTS)):
         if start == end:
             continue
         alone = slice(start, end)
@@ -161,12 +174,6 @@ def test_documents_of_one_length_are_packed_ones(kernels: Kernels, batch: int) -
         assert scalar is not None
         assert packed is not None
         assert_same_bits(scalar, packed, name)
-
-
-def _slopes(x: Tensor, w: Tensor, dy: Tensor, cu: Sequence[int]) -> Tensor:
-    """g of identity activation is dy itself: the FP32 terms of dweight are exact products."""
-    del x, w, cu
-    return dy.float()
 
 
 @pytest.mark.parametrize(("tokens", "channels", "partition"), [(300, 136, None), (300, 16, (6, 2)), (131, 8, (12, 3))])

@@ -134,9 +134,7 @@ def test_autograd_states_and_slices() -> None:
     results: list[list[Tensor]] = []
     for view in (lambda t: t, slice_of_nan, lambda t: slice_of_nan(t, before=3)):
         leaves = _leaves(view(x), w, state)
-        y, final = cake_conv1d.causal_conv1d(
-            leaves[0], leaves[1], cu, initial_state=leaves[2], output_final_state=True
-        )
+        y, final = cake_conv1d.causal_conv1d(leaves[0], leaves[1], cu, initial_state=leaves[2], output_final_state=True)
         grads = torch.autograd.grad((y, final), leaves, (view(dy), d_final))
         results.append([y.detach(), final.detach(), *grads])
     names = ("y", "final_state", "dx", "dweight", "d_initial_state")

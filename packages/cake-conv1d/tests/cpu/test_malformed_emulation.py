@@ -70,10 +70,11 @@ class Operands:
             torch.full((n, halo, halo), -1, dtype=torch.int32).index_copy_(2, torch.tensor([1]), own[..., None])
         )
 
-    def passes(self, kernels: Kernels, states: bool = True) -> None:
+    def passes(self, kernels: Kernels, states: bool = True, tables: bool = False) -> None:
         state, d_final = (self.state.view(-1, CHANNELS), self.d_final.view(-1, CHANNELS)) if states else (None, None)
-        kernels.fwd.run(self.y, self.x, self.w, self.cu, 0, state, None, None, 1)
-        operands = (self.dy, self.x, self.w, self.cu, 0, state, None, d_final, None)
+        table = self.table if tables else None
+        kernels.fwd.run(self.y, self.x, self.w, self.cu, 0, state, table, table, 1)
+        operands = (self.dy, self.x, self.w, self.cu, 0, state, table, d_final, table)
         kernels.bwd.run(self.dx, self.dw, self.partial, *operands, 1, 1, 4, 4)
 
     def edges(self, kernels: Kernels) -> None:
@@ -94,6 +95,7 @@ def test_no_offsets_lead_a_kernel_outside_of_its_operands(kernels: Kernels, name
     operands = Operands(MALFORMED[name], EDGES[edge])
     assert survives(lambda: (operands.passes(kernels), operands.edges(kernels)))
     assert survives(lambda: operands.passes(kernels, states=False))
+    assert survives(lambda: operands.passes(kernels, tables=True))
 
 
 def test_a_read_outside_would_be_seen(kernels: Kernels) -> None:

@@ -235,7 +235,7 @@ def test_d02_torchtitan_3892_no_state_leaks_across_packed_samples(value: float) 
 def test_fla_1156_d_768_and_t_512_within_the_budget() -> None:
     """An autotuner picked a configuration that hung or gave wrong gradients at this shape."""
     x, dy, w = normal(0, 512, 768), normal(1, 512, 768), normal(2, 768, 4, dtype=F32)
-    ref = oracle.reference(x, w, dy)
+    ref = oracle.reference(x, w, dy, errors=False)
     dx, dw, _ = causal_conv1d_bwd(x, w, dy)
     for name, got in (("y", causal_conv1d_fwd(x, w)), ("dx", dx), ("dweight", dw)):
         assert got is not None
