@@ -120,8 +120,8 @@ def check_same_device(entry: str, x: Tensor, **operands: Tensor) -> str:
 def check_plain(entry: str, **operands: Tensor) -> None:
     """Raises: RuntimeError for operands under a torch.func transform or with forward-mode tangents."""
     if peek_interpreter_stack() is not None:
-        name = next(iter(operands))
-        raise RuntimeError(message(entry, name, "inside a torch.func transform", "a call outside of vmap, grad and jvp"))
+        wanted = "a call outside of vmap, grad and jvp"
+        raise RuntimeError(message(entry, next(iter(operands)), "inside a torch.func transform", wanted))
     if forward_ad._current_level < 0:
         return
     for name, value in operands.items():
