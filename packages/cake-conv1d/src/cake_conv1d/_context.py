@@ -63,7 +63,8 @@ def read(entry: str, ctx: Any, tokens: int, width: int, where: _Place, rows: str
         remedy = f"build_context_kcp(..., conv_kernel_size={width})"
         raise ValueError(message(entry, "ctx.conv_kernel_size", halo.width, f"{width}, the taps of {taps}", remedy))
     if halo.tokens != tokens:
-        raise ValueError(message(entry, "ctx.T_r", halo.tokens, f"{tokens}, the tokens of {rows}"))
+        wanted = f"the {halo.tokens} tokens of this rank in ctx (ctx.T_r)"
+        raise ValueError(message(entry, rows, f"of {tokens} tokens", wanted))
     return halo
 
 

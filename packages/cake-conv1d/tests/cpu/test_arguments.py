@@ -1,4 +1,4 @@
-"""Declaration, trainer arguments and what is served, without torch (conv1d spec 2.1, 2.4, 5, 6)."""
+"""Declaration, trainer arguments and what is served, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The autograd Function: which gradients, what it saves, when it reads the policy, what it refuses (spec 4, 5)."""
+"""The autograd Function: which gradients, what it saves, when it reads the policy, what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors without memory, tracers and torch.compile: the registered operators of the op (spec 4)."""
+"""Tensors without memory, tracers and torch.compile: the registered operators of the op."""
 
 from __future__ import annotations
 

@@ -209,6 +209,24 @@ def test_dweight_has_the_bits_of_the_documented_order(
     assert_same_bits(dw, want, "dweight")
 
 
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_what_another_kernel_writes_is_left_alone(kernels: Kernels, width: int) -> None:
+    """``skip``: the first H rows of y and the last H rows of dx of the documents marked, no others."""
+    x, w, dy = _operands(70, 16, width)
+    cu, marked = (0, 33, 34, 34, 69, 70), (1, 0, 1, 1, 0)
+    table = int32([-1 + row for row in marked for _ in range(width - 1)]).view(len(marked), -1)
+    heads = {t for n in range(5) if marked[n] for t in range(cu[n], min(cu[n] + width - 1, cu[n + 1]))}
+    tails = {t for n in range(5) if marked[n] for t in range(max(cu[n + 1] - width + 1, cu[n]), cu[n + 1])}
+    y, (dx, _) = kernels.forward(x, w, int32(cu), skip=table), kernels.backward(dy, x, w, int32(cu), skip=table)
+    full, (dx_full, _) = kernels.forward(x, w, int32(cu)), kernels.backward(dy, x, w, int32(cu))
+    for got, want, left in ((y, full, heads), (dx, dx_full, tails)):
+        assert got is not None
+        assert want is not None
+        assert {t for t in range(70) if bool(got[t].isnan().all())} == left  # still poisoned
+        written = [t for t in range(70) if t not in left]
+        assert_same_bits(got[written], want[written], "rows that are written")
+
+
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_one_gradient_alone_has_the_same_bits(kernels: Kernels, needs: tuple[bool, bool]) -> None:
     x, w, dy = _operands(77, 136, 4)

@@ -1,4 +1,4 @@
-"""Context parallelism over threads of one process: bits of the single rank, whatever the cut (conv1d spec 3.4)."""
+"""Context parallelism over threads of one process: bits of the single rank, whatever the cut."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def sigmoid(p: float) -> float:
 def one_channel(
     x: list[float], w: list[float], dy: list[float], state: list[float], d_final: list[float], silu: bool, policy: str
 ) -> dict[str, list[float]]:
-    """One document, one channel, in the gather form of spec 3.1 and 3.2; all sums in token order."""
+    """One document, one channel, in the gather form; all sums in token order."""
     halo, length = len(w) - 1, len(x)
 
     def token(j: int) -> float:

@@ -1,4 +1,4 @@
-// Short convolution backward from x, dy and the taps alone (conv1d spec, 3.2, 7.5):
+// Short convolution backward from x, dy and the taps alone:
 //
 //   g[t]  = dy[t] act'(pre[t])                          pre is computed again
 //   dx[j] = w_H g[j] + w_{H-1} g[j+1] + ... + w_0 g[j+H] over the tokens of the document, in this order (+ d_final)
@@ -111,8 +111,8 @@ class Ring {
   }
 
   // This lane's channels of token u of the group that wait() waited for.
-  __device__ __forceinline__ void x(int u, float (&f)[kLane]) const { unpack(quad(u), f); }
-  __device__ __forceinline__ void dy(int u, float (&f)[kLane]) const { unpack(quad(kGroup + u), f); }
+  __device__ __forceinline__ void x(int u, float (&f)[kLane]) const { unpack(four(u), f); }
+  __device__ __forceinline__ void dy(int u, float (&f)[kLane]) const { unpack(four(kGroup + u), f); }
 
  private:
   uint4* slots_;
@@ -128,7 +128,7 @@ class Ring {
     token_ = first_ - kGroup;
   }
 
-  __device__ __forceinline__ uint2 quad(int row) const {
+  __device__ __forceinline__ uint2 four(int row) const {
     return reinterpret_cast<const uint2*>(slots_ + read_ * kStageVecs + row * kTileVecs)[threadIdx.x % kWarp];
   }
 };
@@ -171,7 +171,7 @@ struct Lane {
   }
 
   // The document has ended: its last H rows have all their terms. The rows from `end` on are another block's.
-  __device__ __forceinline__ void flush(const ConvBwd& p, const Document& document, int32_t end, int64_t quad) const {
+  __device__ __forceinline__ void flush(const ConvBwd& p, const Document& document, int32_t end, int64_t part) const {
     const bool known = document.index >= 0 && document.index < p.documents.count;
     const int64_t entry = static_cast<int64_t>(document.index) * H;
     if (!stores || (known && p.skip != nullptr && p.skip[entry] >= 0)) return;
@@ -185,7 +185,7 @@ struct Lane {
       if (known && p.d_final != nullptr) {
         const History states = {p.d_final, nullptr, p.channel_vecs, p.d_final_fp32};
         float more[kLane];
-        load_history(states, document.index, p.documents.count, i, H, quad, more);
+        load_history(states, document.index, p.documents.count, i, H, part, more);
 #pragma unroll
         for (int e = 0; e < kLane; ++e) last[e] = __fadd_rn(last[e], more[e]);
       }
@@ -196,7 +196,7 @@ struct Lane {
 
 // The FP64 sums of this lane's channels -> its part of the partial row, or of dweight where there is one row alone.
 template <int W>
-__device__ __forceinline__ void write_sums(const ConvBwd& p, const double* sums, int row, int64_t quads, int64_t quad) {
+__device__ __forceinline__ void write_sums(const ConvBwd& p, const double* sums, int row, int64_t parts, int64_t part) {
 #pragma unroll
   for (int i = 0; i < W; ++i) {  // four neighbouring numbers of [channel][tap]
     float four[4];
@@ -205,9 +205,9 @@ __device__ __forceinline__ void write_sums(const ConvBwd& p, const double* sums,
       const int channel = (4 * i + e) / W, tap = (4 * i + e) % W;
       four[e] = static_cast<float>(sums[(tap * kLane + channel) * kWarp]);
     }
-    const int64_t place = quad * W + i;
+    const int64_t place = part * W + i;
     if (p.partial != nullptr) {
-      float4* partial = reinterpret_cast<float4*>(p.partial) + row * quads * W;
+      float4* partial = reinterpret_cast<float4*>(p.partial) + row * parts * W;
       partial[place] = make_float4(four[0], four[1], four[2], four[3]);
     } else {
 #pragma unroll
@@ -226,8 +226,8 @@ __global__ __launch_bounds__(kMaxWarps* kWarp, 1) void conv1d_bwd(const __grid_c
   if (row >= p.partial_rows) return;  // the last CTA may have warps to spare
   const int tile = static_cast<int>(warp) - row * p.tiles;
   const int64_t wanted = static_cast<int64_t>(tile) * kWarp + lane;  // of C / 4
-  const int64_t quads = static_cast<int64_t>(p.channel_vecs) * (kVec / kLane);
-  const int64_t quad = wanted < quads ? wanted : quads - 1;
+  const int64_t parts = static_cast<int64_t>(p.channel_vecs) * (kVec / kLane);
+  const int64_t part = wanted < parts ? wanted : parts - 1;
 
   const int warp_vecs = kStages * kStageVecs + (kDw ? kWarpSumBytes<W> / 16 : 0);
   uint4* shared = dynamic_shared<uint4>() + static_cast<int>(threadIdx.x / kWarp) * warp_vecs;
@@ -235,10 +235,10 @@ __global__ __launch_bounds__(kMaxWarps* kWarp, 1) void conv1d_bwd(const __grid_c
   double* sums = reinterpret_cast<double*>(shared + kStages * kStageVecs) + lane;
 
   Lane<W, kSilu, kRound, kDw> at;
-  load_taps<W>(p.weight, p.weight_fp32, quad, at.taps);
-  at.dx = static_cast<uint2*>(p.dx) + quad;
+  load_taps<W>(p.weight, p.weight_fp32, part, at.taps);
+  at.dx = static_cast<uint2*>(p.dx) + part;
   at.dx_stride = p.dx_stride;
-  at.stores = p.dx != nullptr && wanted < quads;
+  at.stores = p.dx != nullptr && wanted < parts;
   if constexpr (kDw) {
 #pragma unroll
     for (int i = 0; i < W * kLane; ++i) sums[i * kWarp] = 0.;
@@ -256,7 +256,7 @@ __global__ __launch_bounds__(kMaxWarps* kWarp, 1) void conv1d_bwd(const __grid_c
       if (first - H + k >= document.start) {
         ring.x(kGroup - H + k, at.window[k]);
       } else {
-        load_history(p.history, document.index, p.documents.count, first + k - document.start, H, quad, at.window[k]);
+        load_history(p.history, document.index, p.documents.count, first + k - document.start, H, part, at.window[k]);
       }
     }
     at.first_row = first;
@@ -278,13 +278,13 @@ __global__ __launch_bounds__(kMaxWarps* kWarp, 1) void conv1d_bwd(const __grid_c
       }
       for (int u = 0; u < kGroup && t + u < stop; ++u) {
         if (t + u >= document.end) {
-          at.flush(p, document, end, quad);
+          at.flush(p, document, end, part);
           if (t + u >= end) break;
           document.advance(p.documents, t + u);
           at.first_row = t + u;
 #pragma unroll
           for (int k = 0; k < H; ++k) {
-            load_history(p.history, document.index, p.documents.count, k, H, quad, at.window[k]);
+            load_history(p.history, document.index, p.documents.count, k, H, part, at.window[k]);
           }
         }
         ring.x(u, x);
@@ -296,7 +296,7 @@ __global__ __launch_bounds__(kMaxWarps* kWarp, 1) void conv1d_bwd(const __grid_c
         }
       }
     }
-    if (document.end == stop) at.flush(p, document, end, quad);
+    if (document.end == stop) at.flush(p, document, end, part);
     if constexpr (kDw) {
 #pragma unroll
       for (int i = 0; i < W * kLane; ++i) sums[i * kWarp] += at.dw[i / kLane][i % kLane];
@@ -304,7 +304,7 @@ __global__ __launch_bounds__(kMaxWarps* kWarp, 1) void conv1d_bwd(const __grid_c
   }
   ptx::cp_async_wait<0>();
   if constexpr (kDw) {
-    if (wanted < quads) write_sums<W>(p, sums, row, quads, quad);
+    if (wanted < parts) write_sums<W>(p, sums, row, parts, part);
   }
 }
 

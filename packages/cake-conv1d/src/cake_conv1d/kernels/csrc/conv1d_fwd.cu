@@ -1,4 +1,4 @@
-// Short convolution forward: y = act(causal convolution of x inside each document) (conv1d spec, 3.1, 7.4).
+// Short convolution forward: y = act(causal convolution of x inside each document).
 //
 // Tile: one warp takes 32 tokens of 256 channels, 8 neighbouring channels a lane; the channel tiles of a row are
 // neighbouring warps, so that the CTAs that run at one time read a narrow window of whole rows. A lane keeps the last H

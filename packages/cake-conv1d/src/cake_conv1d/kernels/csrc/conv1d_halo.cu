@@ -1,4 +1,4 @@
-// The edges of documents (conv1d spec, 3.4, 7.7): the first and last H tokens whose rows or gradients come from another
+// The edges of documents: the first and last H tokens whose rows or gradients come from another
 // rank, the states before and behind a document, and the rows that are sent. A few rows per document: one thread
 // computes all of one edge for 4 channels from the definition, with the arithmetic of the main kernels (conv_math.cuh),
 // so a token has the same bits whichever kernel computes it.
@@ -13,20 +13,20 @@ constexpr int kLane = 4;  // channels of a thread
 constexpr int kThreads = 128;
 
 // Four channels of a row of BF16 or FP32.
-__device__ __forceinline__ void load_quad(const void* base, bool fp32, int64_t quad, float (&f)[kLane]) {
+__device__ __forceinline__ void load_four(const void* base, bool fp32, int64_t part, float (&f)[kLane]) {
   if (fp32) {
-    const float4 four = static_cast<const float4*>(base)[quad];
+    const float4 four = static_cast<const float4*>(base)[part];
     f[0] = four.x, f[1] = four.y, f[2] = four.z, f[3] = four.w;
   } else {
-    unpack(static_cast<const uint2*>(base)[quad], f);
+    unpack(static_cast<const uint2*>(base)[part], f);
   }
 }
 
-__device__ __forceinline__ void store_quad(void* base, bool fp32, int64_t quad, const float (&f)[kLane]) {
+__device__ __forceinline__ void store_four(void* base, bool fp32, int64_t part, const float (&f)[kLane]) {
   if (fp32) {
-    static_cast<float4*>(base)[quad] = make_float4(f[0], f[1], f[2], f[3]);
+    static_cast<float4*>(base)[part] = make_float4(f[0], f[1], f[2], f[3]);
   } else {
-    static_cast<uint2*>(base)[quad] = pack(f);
+    static_cast<uint2*>(base)[part] = pack(f);
   }
 }
 
@@ -35,12 +35,12 @@ template <int W>
 struct Edges {
   static constexpr int H = W - 1;
   const ConvHalo& p;
-  int64_t n, quad;
+  int64_t n, part;
   int32_t start, end;
   float taps[W][kLane];
 
   __device__ __forceinline__ Edges(const ConvHalo& params, int64_t document, int64_t channels)
-      : p(params), n(document), quad(channels) {
+      : p(params), n(document), part(channels) {
     const int32_t tokens = p.documents.tokens;
     if (p.documents.cu == nullptr) {
       start = static_cast<int32_t>(n) * p.documents.length;
@@ -49,7 +49,7 @@ struct Edges {
       start = clamp(p.documents.cu[n], 0, tokens);
       end = clamp(p.documents.cu[n + 1], start, tokens);
     }
-    if (p.weight != nullptr) load_taps<W>(p.weight, p.weight_fp32, quad, taps);
+    if (p.weight != nullptr) load_taps<W>(p.weight, p.weight_fp32, part, taps);
   }
 
   static __device__ __forceinline__ int32_t clamp(int32_t v, int32_t low, int32_t high) {
@@ -59,9 +59,9 @@ struct Edges {
   // X_n[t], s - H <= t < e.
   __device__ __forceinline__ void row(int32_t t, float (&f)[kLane]) const {
     if (t >= start) {
-      unpack(row_at(static_cast<const uint2*>(p.x) + quad, t, p.x_stride)[0], f);
+      unpack(row_at(static_cast<const uint2*>(p.x) + part, t, p.x_stride)[0], f);
     } else {
-      load_history(p.history, static_cast<int32_t>(n), p.documents.count, t - start + H, H, quad, f);
+      load_history(p.history, static_cast<int32_t>(n), p.documents.count, t - start + H, H, part, f);
     }
   }
 
@@ -76,7 +76,7 @@ struct Edges {
   __device__ __forceinline__ void gradient(int32_t t, float (&g)[kLane]) const {
     float dy[kLane];
     preactivation(t, g);
-    unpack(row_at(static_cast<const uint2*>(p.dy) + quad, t, p.dy_stride)[0], dy);
+    unpack(row_at(static_cast<const uint2*>(p.dy) + part, t, p.dy_stride)[0], dy);
     if (!p.activation.silu) {
       differentiate<false, false>(g, dy);
     } else if (p.activation.round_preactivation) {
@@ -86,9 +86,9 @@ struct Edges {
     }
   }
 
-  // Quad index of this thread's channels in row `row` of a tensor.
+  // Place of this thread's channels in row `row` of a tensor.
   __device__ __forceinline__ int64_t at(int64_t row, int64_t stride_vecs) const {
-    return row * stride_vecs * (kVec / kLane) + quad;
+    return row * stride_vecs * (kVec / kLane) + part;
   }
 
   __device__ __forceinline__ void head_forward() const {
@@ -97,7 +97,7 @@ struct Edges {
       float y[kLane];
       preactivation(t, y);
       if (p.activation.silu) activate<true>(y);
-      store_quad(p.out, false, at(t, p.out_stride_vecs), y);
+      store_four(p.out, false, at(t, p.out_stride_vecs), y);
     }
   }
 
@@ -110,7 +110,7 @@ struct Edges {
         if (slots[c] < 0) continue;
         if (!known) gradient(start + i, g);
         known = true;
-        store_quad(p.out, true, at(slots[c], p.out_stride_vecs), g);
+        store_four(p.out, true, at(slots[c], p.out_stride_vecs), g);
       }
     }
   }
@@ -131,14 +131,14 @@ struct Edges {
         if (behind < 0) {
           gradient(t + d, g);
         } else if (received[behind] >= 0) {
-          load_quad(p.rows, true, at(received[behind], p.rows_stride_vecs), g);
+          load_four(p.rows, true, at(received[behind], p.rows_stride_vecs), g);
         } else {
           break;
         }
 #pragma unroll
         for (int e = 0; e < kLane; ++e) dx[e] = __fmaf_rn(taps[H - d][e], g[e], dx[e]);
       }
-      store_quad(p.out, false, at(t, p.out_stride_vecs), dx);
+      store_four(p.out, false, at(t, p.out_stride_vecs), dx);
     }
   }
 
@@ -146,7 +146,7 @@ struct Edges {
     for (int i = 0; i < H; ++i) {
       float f[kLane];
       row(end - H + i, f);
-      store_quad(p.out, p.out_fp32, at(n * H + i, p.out_stride_vecs), f);
+      store_four(p.out, p.out_fp32, at(n * H + i, p.out_stride_vecs), f);
     }
   }
 
@@ -172,28 +172,28 @@ struct Edges {
       const int64_t fallen = i - (static_cast<int64_t>(end) - start);  // final_state[fallen] is this row
       if (p.rows != nullptr && fallen >= 0) {
         float more[kLane];
-        load_quad(p.rows, p.rows_fp32, at(n * H + fallen, p.rows_stride_vecs), more);
+        load_four(p.rows, p.rows_fp32, at(n * H + fallen, p.rows_stride_vecs), more);
 #pragma unroll
         for (int e = 0; e < kLane; ++e) sum[e] = empty ? more[e] : __fadd_rn(sum[e], more[e]);
       }
-      store_quad(p.out, p.out_fp32, at(n * H + i, p.out_stride_vecs), sum);
+      store_four(p.out, p.out_fp32, at(n * H + i, p.out_stride_vecs), sum);
     }
   }
 };
 
 template <int W>
 __global__ __launch_bounds__(kThreads) void conv1d_halo(const __grid_constant__ ConvHalo p) {
-  const int64_t quads = static_cast<int64_t>(p.channel_vecs) * (kVec / kLane);
+  const int64_t parts = static_cast<int64_t>(p.channel_vecs) * (kVec / kLane);
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t entry = thread / quads, quad = thread % quads;
+  const int64_t entry = thread / parts, part = thread % parts;
   if (entry >= p.count) return;
   if (p.edge == Edge::kGather) {
-    const uint2* from = static_cast<const uint2*>(p.x) + quad;
-    const int64_t at = entry * p.out_stride_vecs * (kVec / kLane) + quad;
+    const uint2* from = static_cast<const uint2*>(p.x) + part;
+    const int64_t at = entry * p.out_stride_vecs * (kVec / kLane) + part;
     static_cast<uint2*>(p.out)[at] = *row_at(from, static_cast<int32_t>(p.index[entry]), p.x_stride);
     return;
   }
-  const Edges<W> edges(p, entry, quad);
+  const Edges<W> edges(p, entry, part);
   switch (p.edge) {
     case Edge::kHeadForward:
       edges.head_forward();

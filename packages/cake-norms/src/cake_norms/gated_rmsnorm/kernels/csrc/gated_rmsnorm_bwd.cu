@@ -1,4 +1,4 @@
-// gated_rmsnorm backward from the inputs alone (norms spec, 3.4, 3.5, 7.6). With a = dy act(z), n = x r, sums over D:
+// gated_rmsnorm backward from the inputs alone. With a = dy act(z), n = x r, sums over D:
 //
 //   S = sum x^2, Q = sum a w x   (one pass, neither needs r)      r = 1 / sqrt(S / D + eps), q = Q / D r^2
 //   dx = r (a w - x q)           dz = dy n w act'(z)              dw = sum of a n over the rows

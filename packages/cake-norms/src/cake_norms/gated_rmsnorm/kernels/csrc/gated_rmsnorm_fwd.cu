@@ -1,5 +1,5 @@
 // gated_rmsnorm forward: y = x r w act(z), r = 1 / sqrt(mean(x^2) + eps) over the D elements of a row, act = silu or
-// sigmoid (norms spec, 3.3, 3.5, 7.6).
+// sigmoid.
 //
 // Grid: one CTA of 128 threads per kUnroll * 1024 / D consecutive rows; a lane has kUnroll rows, whose loads are all
 // issued first. Rows past the end hold zeros and write nothing, so every lane reaches the shuffles. No shared memory,

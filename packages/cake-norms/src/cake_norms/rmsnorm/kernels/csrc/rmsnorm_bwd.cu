@@ -1,4 +1,4 @@
-// rmsnorm backward from x, weight and the saved rstd r (norms spec, 3.2, 3.5, 7.3 - 7.5). With n = x r, a = dy (1 + w):
+// rmsnorm backward from x, weight and the saved rstd r. With n = x r, a = dy (1 + w):
 //
 //   m  = mean(a n) over the row        dx = r (a - n m)        dw = sum of dy n over the rows
 //

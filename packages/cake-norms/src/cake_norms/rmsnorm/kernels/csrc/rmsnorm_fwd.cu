@@ -1,4 +1,4 @@
-// rmsnorm forward: y = x * r * (1 + w), r = 1 / sqrt(mean(x^2) + eps), and r saved as rstd (norms spec, 3.1 and 3.5).
+// rmsnorm forward: y = x * r * (1 + w), r = 1 / sqrt(mean(x^2) + eps), and r saved as rstd.
 //
 // Grid: one CTA per `groups` * U rows; a group of threads_per_row lanes (rmsnorm_rows.cuh) has U of them, u * groups
 // apart, and issues all their loads before it uses one. A row is read once, kept in registers over the sum, and written
