@@ -10,7 +10,7 @@ result of ours stops the run; a peer that is not installed, fails or is wrong is
 Two versions of fla do not fit into a process: time another one with a run of its own, ``--peers fla torch --rows
 peered`` under another PYTHONPATH, which times ours and torch again beside it.
 
-``--quick`` runs every part on tiny shapes, on the CPU too: its figures mean nothing.
+``--quick`` runs every part on tiny shapes, on the CPU too: its figures mean nothing, and no bar is held against them.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ QUICK_HOST = "quick-5"
 # What the op aims at on an H200: 88 % of 4.3 TB/s from this many elements of x on, documents or none.
 BAR_TBPS = 0.88 * 4.3
 BAR_ELEMENTS = 32768 * 8192
+BAR_LEAST = 1024  # no bar for a shape that is more than so many times smaller: those of --quick
 BAR_DOCUMENTS = 1.03
 BAR_OVER_PEER = 1.0
 BAR_OVER_FAST = 1.02
@@ -283,10 +284,13 @@ def print_summary(doc: Mapping[str, Any]) -> None:
         ratio = f"  x{one.speed(against):.2f}" if against is not None and one.ours is not None else ""
         print(f"{one.pass_} {size_of(one.rows[0]['params'])}: {rates}{ratio}")
     print()
-    for (_, pass_, peer), mean in geomeans(found).items():
+    judged = [one for one in found if _elements(one) * BAR_LEAST >= BAR_ELEMENTS]
+    for (_, pass_, peer), mean in geomeans(judged).items():
         print(f"geomean {pass_} over {peer}: {mean:.3f} {_verdict(mean > 1)}")
-    for line in bars(found):
+    for line in bars(judged):
         print(line)
+    if found and not judged:
+        print("no bars: every shape is too small for its figures to mean anything")
     for row in doc["host_time"]:
         print(f"host step {size_of(row['params'])}: {label(row)} {row['median_us']:.1f} us")
     for one in doc["absent"]:

@@ -56,10 +56,16 @@ def run_backward(
     kind, docs = check_backward(entry, x, weight, dy, cu_seqlens, initial_state, d_final_state, dx, dweight, needs)
     needs = needs[0], needs[1], needs[2] and initial_state is not None
     if not any(needs) or (dy is None and d_final_state is None):
-        return None, None, None
+        return _zeroed(dx), _zeroed(dweight), None
     variants.read("conv1d")
     backend, options = backends.select(kind, x), OPTIONS[silu][round_preactivation]
-    return backends.backward(backend, x, weight, dy, docs, options, initial_state, d_final_state, needs, dx, dweight)
+    grads = backends.backward(backend, x, weight, dy, docs, options, initial_state, d_final_state, needs, dx, dweight)
+    return grads if dy is not None else (grads[0], _zeroed(dweight), grads[2])
+
+
+def _zeroed(given: Tensor | None) -> Tensor | None:
+    """A given output of a gradient that nothing contributes to."""
+    return None if given is None else given.zero_()
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .backends.operands import Documents, host_ints
 from .op import CHANNEL_MULTIPLE, WIDTHS, check_channels, check_width
-from .plan import MAX_TOKENS
+from .plan import MAX_TOKENS, fits
 
 __all__ = ["check_backward", "check_flag", "check_forward", "check_forward_output", "check_kcp", "check_state_call"]
 
@@ -122,7 +122,7 @@ def check_forward_output(
     """Check the output that the caller of a forward gives. Raises: TypeError, ValueError."""
     inputs = {"x": x, "weight": weight, **_present(cu_seqlens=cu_seqlens, initial_state=initial_state)}
     check_output(entry, "out", out, x.shape, (x.dtype,), inputs=inputs, outputs={})
-    check_layout(entry, "out", out, kind, rows_in_place)
+    check_layout(entry, "out", out, kind, _rows_in_place)
 
 
 def check_backward(
@@ -142,6 +142,8 @@ def check_backward(
     check_tensors(entry, x=x, weight=weight, **grads)
     kind, docs = check_forward(entry, x, weight, cu_seqlens, initial_state)
     check_same_device(entry, x, **grads)
+    if grads:
+        check_plain(entry, **grads)
     for name, value in grads.items():
         if not value.dtype.is_floating_point:
             raise ValueError(message(entry, name, str(value.dtype), "a floating-point dtype"))
@@ -154,12 +156,18 @@ def check_backward(
     check_needed(entry, needs[:2], dx=dx, dweight=dweight)
     if dx is not None:
         check_output(entry, "dx", dx, x.shape, (x.dtype,), inputs=inputs, outputs={"dweight": dweight})
-        check_layout(entry, "dx", dx, kind, rows_in_place)
+        check_layout(entry, "dx", dx, kind, _rows_in_place)
     if dweight is not None:
         dtypes = tuple(dict.fromkeys((weight.dtype, compute_dtype(x, weight))))
         check_output(entry, "dweight", dweight, weight.shape, dtypes, inputs=inputs, outputs={})
         check_dense(entry, "dweight", dweight, kind)
     return kind, docs
+
+
+def _rows_in_place(value: Tensor) -> Tensor | None:
+    """As ``layout.rows_in_place``, less the strides that a kernel's 32 bits do not hold."""
+    rows = rows_in_place(value)
+    return None if rows is None or (rows.dim() == 2 and not fits(rows)) else rows
 
 
 def _present(**values: Any) -> dict[str, Any]:
@@ -187,6 +195,8 @@ def _documents(entry: str, x: Tensor, kind: str, cu_seqlens: Any) -> Documents:
         wanted = f"from 2 to {MAX_TOKENS + 1} elements, [0, ..., T]"
         raise ValueError(message(entry, "cu_seqlens", f"of {count + 1} elements", wanted))
     offsets = cu_seqlens.contiguous()
+    if kind == "cpu" and not is_abstract(offsets) and offsets.data_ptr() == 0:
+        raise ValueError(message(entry, "cu_seqlens", "without memory", "offsets in memory"))
     host = None
     if kind == "cpu" and not is_abstract(offsets) and not is_intercepted(offsets):
         host = host_ints(offsets)

@@ -179,14 +179,15 @@ def causal_conv1d_bwd(
     Args:
         x, weight, cu_seqlens, activation, initial_state: the forward's operands.
         dy: x's shape, any floating dtype (another one than x's is cast once) and any strides (what cannot be read in
-            place is copied once); None: no gradient of y. Then dweight is None.
+            place is copied once); None: no gradient of y. Then dweight is None, or zeros where it is given.
         d_final_state: [N, W - 1, C], gradient of the final state, any floating dtype; None: none.
         dx: x's shape and dtype, receives the gradient of x; layout as ``out`` of the forward.
-        dweight: the weight's shape, in its dtype or FP32; overwritten, never accumulated into. Contiguous on CUDA.
+        dweight: the weight's shape, in its dtype or FP32 (FP64 when an operand is FP64); overwritten, never accumulated
+            into. Contiguous on CUDA.
         needs: which of (dx, dweight, d_initial_state) to compute.
 
     Returns: (dx, dweight, d_initial_state), None where not needed, d_initial_state also without ``initial_state``; all
-        None, and nothing runs, without dy and d_final_state. With g the gradient at the preactivation:
+        None, or zeros where they are given, without dy and d_final_state. With g the gradient at the preactivation:
         dx[j] = sum over k of weight[:, k] * g[j + W - 1 - k] over tokens of j's document, plus the final state's part;
         dweight[:, k] = sum over tokens of g[t] * x[t - W + 1 + k]; d_initial_state the same as dx, in its own dtype.
     Raises: as ``causal_conv1d_fwd``.

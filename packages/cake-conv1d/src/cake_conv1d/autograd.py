@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from cake_core import variants
+from cake_core.first_order import first_order
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
-from torch.autograd.function import once_differentiable
 
 from . import backends
 from .backends.operands import Documents, Options
@@ -43,7 +43,6 @@ class CausalConv1dFunction(torch.autograd.Function):
         return y, backends.final_state(backend, x, weight.shape[-1], docs, initial_state)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         dy, d_final = grads if len(grads) == 2 else (grads[0], None)
         if dy is None and d_final is None:
@@ -52,11 +51,13 @@ class CausalConv1dFunction(torch.autograd.Function):
         variants.settle("conv1d", variant)
         x, weight, cu, initial_state = ctx.saved_tensors
         docs = Documents(cu, count, length, host)
-        needs = ctx.needs_input_grad
-        dx, dweight, d_initial = backends.backward(
-            backend, x, weight, dy, docs, options, initial_state, d_final, (needs[0], needs[1], needs[2])
+        needs = ctx.needs_input_grad[:3]
+        grads = first_order(
+            "conv1d",
+            (x, weight, initial_state, dy, d_final),
+            lambda: backends.backward(backend, x, weight, dy, docs, options, initial_state, d_final, needs),
         )
-        return dx, dweight, d_initial, None
+        return *grads, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

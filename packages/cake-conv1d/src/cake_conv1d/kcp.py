@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from cake_core import variants, workspace
 from cake_core.errors import message
+from cake_core.first_order import first_order
 from cake_core.kcp import bind_recompute
 from cake_core.operands import compute_dtype
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
-from torch.autograd.function import once_differentiable
 
 from . import _context, backends
 from ._checks import check_kcp
@@ -221,7 +221,7 @@ def _send_buffer(halo: _context.Halo, rows: int, width: int, dtype: torch.dtype)
     """[rows, width] that is free again once the current stream waited for the exchange."""
     kind, index = halo.where
     if kind != "cuda":
-        return torch.empty((rows, width), dtype=dtype)
+        return torch.empty((rows, width), dtype=dtype, device="cpu")
     scratch = workspace.take("conv1d", "halo_send", rows * width * dtype.itemsize, index)
     return scratch.view(dtype).as_strided((rows, width), (width, 1))
 
@@ -257,7 +257,6 @@ class KcpFunction(torch.autograd.Function):
         return ys
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         variants.settle("conv1d", call.variant)
@@ -265,8 +264,12 @@ class KcpFunction(torch.autograd.Function):
         count, needs = len(dys), ctx.needs_input_grad[1:]
         xs, weights = tuple(operands[:count]), tuple(operands[count:])
         pairs = list(zip(needs[:count], needs[count:], strict=True))
-        dxs, dweights = backward(call, xs, weights, pool, dys, pairs)
-        return (None, *dxs, *dweights)
+
+        def run() -> tuple[Tensor | None, ...]:
+            dxs, dweights = backward(call, xs, weights, pool, dys, pairs)
+            return *dxs, *dweights
+
+        return None, *first_order("conv1d", (*operands, *dys), run)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from cake_core.intmath import ceil_div
 from cake_core.served import native_arch
 
-__all__ = ["MAX_TOKENS", "PROGRAMS", "BackwardPlan", "libraries", "library", "plan_backward"]
+__all__ = ["MAX_TOKENS", "PROGRAMS", "BackwardPlan", "fits", "libraries", "library", "plan_backward"]
 
 MAX_TOKENS = 2**31 - 1 - 64
 """A kernel looks a few tokens past the last one in 32 bits."""
+MAX_STRIDE = (2**31 - 1) // 16 * 8
+"""Elements of BF16 from row to row: a kernel multiplies rows by their distance in bytes, 32 bits each."""
 PROGRAMS = ("fwd", "bwd", "halo")
 
 TILE_CHANNELS = 128  # of a warp of the backward, 4 a lane
@@ -56,6 +59,11 @@ def plan_backward(tokens: int, channels: int) -> BackwardPlan:
     # Equal to one quad: a block of the longest kind has at most MAX_BLOCK tokens.
     blocks_of_a_row = ceil_div(ceil_div(tokens, QUAD), rows * (MAX_BLOCK // QUAD))
     return BackwardPlan(rows * blocks_of_a_row, rows)
+
+
+def fits(rows: Any) -> bool:
+    """Whether a kernel reads a [rows, C] BF16 tensor with this row stride."""
+    return rows.shape[0] <= 1 or rows.stride(0) <= MAX_STRIDE
 
 
 def library(program: str, arch: str) -> str:

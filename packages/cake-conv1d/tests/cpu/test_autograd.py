@@ -265,16 +265,25 @@ def test_a_checkpoint_replay_gives_the_bits_of_the_plain_run(reentrant: bool) ->
 # --- what it refuses --------------------------------------------------------------------------------------------
 
 
-def test_double_backward_is_refused() -> None:
-    """With a gradient that needs one itself; the derivative of a constant gradient has no graph at all."""
-    x, w, _ = operands(F64)
-    leaf, dy = x.requires_grad_(), torch.ones_like(x).requires_grad_()
-    (dx,) = torch.autograd.grad(causal_conv1d(leaf, w), leaf, dy, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-    (dx,) = torch.autograd.grad(causal_conv1d(leaf, w).sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError):
-        dx.sum().backward()
+@pytest.mark.parametrize("source", ["a gradient that needs one", "ones", "a sum"])
+def test_double_backward_is_refused(source: str) -> None:
+    """Also where the gradient of y needs none itself: its own second derivative would be 0, the operands' is not."""
+    x, w, _ = (t.requires_grad_() for t in operands(F64))
+    dy = torch.ones_like(x).requires_grad_(source == "a gradient that needs one")
+    y = causal_conv1d(x, w)
+    y, grad = (y.sum(), None) if source == "a sum" else (y, dy)
+    dx, dw = torch.autograd.grad(y, (x, w), grad, create_graph=True)
+    for gradient in (dx, dw):
+        with pytest.raises(RuntimeError, match="conv1d: a gradient is differentiated again; needs a first derivative"):
+            torch.autograd.grad(gradient.square().sum(), (x, w), retain_graph=True, allow_unused=True)
+
+
+def test_a_first_derivative_is_served_where_a_graph_is_made() -> None:
+    x, w, state = (t.requires_grad_() for t in operands(F64))
+    plain = torch.autograd.grad(causal_conv1d(x, w, CU, initial_state=state).sum(), (x, w, state))
+    again = torch.autograd.grad(causal_conv1d(x, w, CU, initial_state=state).sum(), (x, w, state), create_graph=True)
+    for a, b in zip(plain, again, strict=True):
+        assert_same_bits(b.detach(), a, "gradient")
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "dual"])

@@ -15,7 +15,7 @@ from cake_conv1d import kcp as conv_kcp
 from cake_conv1d.backends import cuda
 from cake_conv1d.backends.operands import Options
 from cake_core.kcp import KcpPartition, LocalExchange, build_context_kcp, gather_kcp, partition_kcp, scatter_kcp
-from cake_core.testing.cuda_on_cpu.emulation import Program, randn, slice_of_nan
+from cake_core.testing.cuda_on_cpu.emulation import Program, far_apart, randn, slice_of_nan
 from cake_core.testing.gates import assert_same_bits, poisoned_empty
 from torch import Tensor
 
@@ -144,6 +144,26 @@ def test_autograd_states_and_slices() -> None:
     dx, dw, d_state = cake_conv1d.causal_conv1d_bwd(x, w, dy, cu, initial_state=state, d_final_state=d_final)
     for name, got, want in zip(names[2:], (dx, dw, d_state), results[0][2:], strict=True):
         assert got is not None
+        assert_same_bits(got, want, name)
+
+
+def test_rows_that_32_bits_do_not_reach_are_copied() -> None:
+    """Row strides of 2^31 bytes and more: 2^35 here, of memory that nobody touches."""
+    x, w, dy = randn(3, 16, seed=1), randn(16, 4, seed=2), randn(3, 16, seed=3)
+    try:
+        far_x, far_dy = far_apart(x, 0, 0), far_apart(dy, 0, 1)
+    except OSError as error:
+        pytest.skip(f"no such addresses: {error}")
+    assert_same_bits(cake_conv1d.causal_conv1d_fwd(far_x, w), cake_conv1d.causal_conv1d_fwd(x, w), "y")
+    needs = (True, True, False)
+    for name, got, want in zip(
+        ("dx", "dweight"),
+        cake_conv1d.causal_conv1d_bwd(far_x, w, far_dy, needs=needs)[:2],
+        cake_conv1d.causal_conv1d_bwd(x, w, dy, needs=needs)[:2],
+        strict=True,
+    ):
+        assert got is not None
+        assert want is not None
         assert_same_bits(got, want, name)
 
 

@@ -16,6 +16,7 @@ from cake_conv1d import (
 )
 from cake_core.testing.fake_cuda import FakeCuda
 from cake_core.testing.launches import recorded_launches
+from torch.autograd import forward_ad
 
 BF16 = torch.bfloat16
 X, W, DY = torch.ones(6, 8, dtype=BF16), torch.ones(8, 4, dtype=BF16), torch.ones(6, 8, dtype=BF16)
@@ -258,3 +259,28 @@ def test_an_operand_without_strides_is_refused() -> None:
             causal_conv1d(convert(x), w)
         with pytest.raises(ValueError, match=r": weight is of layout"):
             causal_conv1d(x, convert(w))
+
+
+@pytest.mark.parametrize("dweight", [[1], torch.zeros(8, 4).to_sparse()], ids=["list", "sparse"])
+def test_a_wrong_output_is_named_whatever_stands_beside_it(dweight: Any) -> None:
+    x, w = X.float(), W.float()
+    with pytest.raises((TypeError, ValueError), match=r"causal_conv1d_bwd: dweight is"):
+        causal_conv1d_bwd(x, w, x, dx=torch.empty_like(x), dweight=dweight)
+
+
+def test_tangents_of_the_gradients_are_refused() -> None:
+    x, w = X.float(), W.float()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(RuntimeError, match="causal_conv1d_bwd: dy is a forward-mode dual tensor"):
+            causal_conv1d_bwd(x, w, dual)
+        state = forward_ad.make_dual(torch.ones(1, 3, 8), torch.ones(1, 3, 8))
+        with pytest.raises(RuntimeError, match="causal_conv1d_bwd: d_final_state is a forward-mode dual tensor"):
+            causal_conv1d_bwd(x, w, x, d_final_state=state)
+
+
+def test_offsets_without_memory_are_refused() -> None:
+    cu = torch.tensor([0, X.shape[0]])
+    cu.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="causal_conv1d: cu_seqlens is without memory"):
+        causal_conv1d(X.float(), W.float(), cu)

@@ -219,7 +219,9 @@ def test_tables_that_the_kernels_cannot_read_are_refused(name: str) -> None:
 def test_operands_that_do_not_fit_the_context_are_refused() -> None:
     context, (x, w, _) = alone(), BATCH.operands()
     calls: dict[str, Callable[[], object]] = {
-        r"causal_conv1d_kcp: x_local is of 32 tokens; needs the 33 .*ctx": lambda: causal_conv1d_kcp(x[:-1], w, context),
+        r"causal_conv1d_kcp: x_local is of 32 tokens; needs the 33 .*ctx": lambda: causal_conv1d_kcp(
+            x[:-1], w, context
+        ),
         r"causal_conv1d_kcp: .*\b3\b": lambda: causal_conv1d_kcp(x, w[:, 1:], context),
         r"causal_conv1d_kcp: x_local is of shape": lambda: causal_conv1d_kcp(x[0], w, context),
         r"causal_conv1d_kcp: x_local is on meta": lambda: causal_conv1d_kcp(x.to("meta"), w.to("meta"), context),

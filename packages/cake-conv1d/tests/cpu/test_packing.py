@@ -286,6 +286,19 @@ def test_given_outputs_are_written_and_returned() -> None:
         assert buffer[:, 32:].isnan().all()
 
 
+@pytest.mark.parametrize("final", [False, True])
+def test_given_outputs_are_zeros_where_nothing_contributes(final: bool) -> None:
+    """Without a gradient of y dweight is 0; without any gradient dx is too. What was in them never stays."""
+    x, w = torch.ones(7, 8), torch.ones(8, 4)
+    dx, dweight = torch.full_like(x, 5.0), torch.full_like(w, 5.0)
+    d_final = torch.ones(1, 3, 8) if final else None
+    got = causal_conv1d_bwd(x, w, None, d_final_state=d_final, dx=dx, dweight=dweight)
+    assert got[0] is dx
+    assert got[1] is dweight
+    assert float(dweight.abs().max()) == 0
+    assert dx.sum() == (24 if final else 0)
+
+
 def test_every_row_of_a_poisoned_output_is_written() -> None:
     x, dy, w, cu = normal(0, 33, 16), normal(1, 33, 16), normal(2, 16, 4), offsets((0, 1, 2, 30, 0))
     out, dx = poisoned_empty((33, 16), BF16, "cpu"), poisoned_empty((33, 16), BF16, "cpu")
@@ -345,3 +358,14 @@ def test_a_row_of_the_initial_state_that_comes_out_again_carries_both_gradients(
     slope = 0.5  # of silu at 0
     assert got["dx"].flatten().tolist() == [7 * slope + 400]
     assert got["d_initial_state"].flatten().tolist() == [2 * slope, 3 * slope + 100, 5 * slope + 200]
+
+
+def test_a_default_device_of_torch_changes_nothing() -> None:
+    """The CPU backend makes what it needs where the operands are."""
+    x, w, state = (t.requires_grad_() for t in (torch.ones(7, 8), torch.ones(8, 4), torch.ones(2, 3, 8)))
+    cu = torch.tensor([0, 2, 7])
+    with torch.device("meta"):
+        y, final = causal_conv1d(x, w, cu, initial_state=state, output_final_state=True)
+        grads = torch.autograd.grad((y, final), (x, w, state), (y.detach(), final.detach()))
+        whole = causal_conv1d(x, w)
+    assert {t.device.type for t in (y, final, whole, *grads)} == {"cpu"}

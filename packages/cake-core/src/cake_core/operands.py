@@ -182,7 +182,7 @@ def check_output(
     Raises: TypeError when it is no tensor; ValueError for another device, dtype or shape, for elements that share
     memory, and for memory that another tensor of the call reaches.
     """
-    check_tensors(entry, **{name: value})
+    check_tensors(entry, **{name: value}, **{key: given for key, given in outputs.items() if given is not None})
     x = inputs["x"]
     if device.device_of(value) != device.device_of(x):
         raise ValueError(message(entry, name, f"on {value.device}", f"the device of x, {x.device}"))

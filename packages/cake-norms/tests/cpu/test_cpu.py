@@ -431,9 +431,25 @@ def test_the_output_never_aliases_its_input() -> None:
 def test_double_backward_is_refused() -> None:
     x = rows(0, 4, 64).requires_grad_()
     w = rows(1, 64).requires_grad_()
-    (dx,) = torch.autograd.grad(zero_centered_rmsnorm(x, w).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        dx.sum().backward()
+    z = rows(2, 4, 64).requires_grad_()
+    calls = {
+        "rmsnorm": lambda: zero_centered_rmsnorm(x, w),
+        "gated_rmsnorm": lambda: rmsnorm_gate(x, z, w),
+    }
+    for name, call in calls.items():
+        for gradient in torch.autograd.grad(call().sum(), (x, w), create_graph=True):
+            with pytest.raises(RuntimeError, match=f"{name}: a gradient is differentiated again; needs"):
+                gradient.square().sum().backward(retain_graph=True)
+
+
+def test_a_default_device_of_torch_changes_nothing() -> None:
+    """The CPU backends make what they need where the operands are."""
+    x, z, w = (t.requires_grad_() for t in (rows(0, 4, 64), rows(1, 4, 64), rows(2, 64)))
+    with torch.device("meta"):
+        zero_centered_rmsnorm(x, w).backward(x.detach())
+        rmsnorm_gate(x, z, w).backward(x.detach())
+    assert x.grad is not None
+    assert x.grad.device.type == "cpu"
 
 
 def test_forward_mode_and_vmap_are_refused() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from cake_core.first_order import first_order
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .backends import backend
 
@@ -21,12 +21,11 @@ class SquaredReLU(torch.autograd.Function):
         return backend(x).forward(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None) -> Tensor | None:
+    def backward(ctx: Any, dy: Tensor | None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if dy is None:
             return None
         (x,) = ctx.saved_tensors
-        return backend(x).backward(dy, x)
+        return first_order("__op__", (x, dy), lambda: (backend(x).backward(dy, x),))[0]
 
 
 def _empty(x: Tensor) -> Tensor:

@@ -104,10 +104,10 @@ def forward(
     """y of x [T, C] and weight [C, W]. ``skip`` [N, H]: the first H tokens of document n are left as they are where
     skip[n, H - 1] >= 0."""
     conv = _Conv(x, weight, docs, options, history)
-    y = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+    y = torch.empty(x.shape, dtype=x.dtype, device="cpu") if out is None else out
     for start in range(0, x.shape[0], _BLOCK):
         stop = min(start + _BLOCK, x.shape[0])
-        tokens = conv.tokens(torch.arange(start, stop))
+        tokens = conv.tokens(torch.arange(start, stop, device="cpu"))
         value = conv.output(tokens).to(y.dtype)
         if skip is not None:
             later = (skip[:, -1] >= 0)[tokens.document] & (tokens.before < conv.halo)
@@ -136,12 +136,14 @@ def backward(
     conv = _Conv(x, weight, docs, options, history)
     halo, tokens_total = conv.halo, x.shape[0]
     if needs[0] and dx is None:
-        dx = torch.empty(x.shape, dtype=x.dtype)
-    taps = torch.zeros(conv.taps.shape, dtype=torch.float64) if needs[1] else None
+        dx = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    taps = torch.zeros(conv.taps.shape, dtype=torch.float64, device="cpu") if needs[1] else None
     for start in range(0, tokens_total if needs[0] or needs[1] else 0, _BLOCK):
         stop = min(start + _BLOCK, tokens_total)
         count = stop - start
-        reach = conv.tokens(torch.arange(start, min(stop + halo, tokens_total)))  # with the tokens that dX reads
+        reach = conv.tokens(
+            torch.arange(start, min(stop + halo, tokens_total), device="cpu")
+        )  # with the tokens that dX reads
         g = conv.gradient(reach, dy)
         tokens = _Tokens(*(part[:count] for part in reach))
         if taps is not None:
@@ -175,9 +177,9 @@ def _initial_gradient(conv: _Conv, dy: Tensor, d_final: Tensor | None, dtype: to
     """dX of the H rows before each document: row i has the terms of tokens s ... s + i, the oldest token first. A final
     state that reaches back into the initial one hands its gradient on."""
     halo, taps, count = conv.halo, conv.taps, len(conv.bounds) - 1
-    out = torch.empty((count, halo, conv.x.shape[1]), dtype=dtype)
+    out = torch.empty((count, halo, conv.x.shape[1]), dtype=dtype, device="cpu")
     for first in range(0, count, _BLOCK):
-        document = torch.arange(first, min(first + _BLOCK, count))
+        document = torch.arange(first, min(first + _BLOCK, count), device="cpu")
         begin = conv.bounds[document]
         length = conv.bounds[document + 1] - begin
         # Tokens past a document's end are computed and selected away.
@@ -192,7 +194,8 @@ def _initial_gradient(conv: _Conv, dy: Tensor, d_final: Tensor | None, dtype: to
             if d_final is not None:
                 slot = i - length  # row i of the initial state is this row of the final one
                 value = d_final[document, slot.clamp(min=0)].to(conv.work)
-                total = torch.where((slot >= 0).unsqueeze(1), total + value, total)
+                whole = torch.where((length == 0).unsqueeze(1), value, total + value)  # alone it keeps the sign of a 0
+                total = torch.where((slot >= 0).unsqueeze(1), whole, total)
             out[document, i] = total.to(dtype)
     return out
 
@@ -203,7 +206,7 @@ def final_state(x: Tensor, width: int, docs: Documents, history: History | None)
     halo, dtype = width - 1, x.dtype if history is None else history.rows.dtype
     conv = _Conv(x, x.new_empty((x.shape[1], width)), docs, Options(False, False), history)
     end = conv.bounds[1:]
-    document = torch.arange(len(end))
+    document = torch.arange(len(end), device="cpu")
     behind = _Tokens(end, document, end - conv.bounds[:-1], torch.zeros_like(end))  # the position after the last token
     return torch.stack([conv.rows(behind, halo - j).to(dtype) for j in range(halo)], 1)
 
@@ -217,7 +220,7 @@ def head_forward(x: Tensor, weight: Tensor, docs: Documents, options: Options, h
         for rows, (begin, end) in zip(table, pairwise(_offsets(docs)), strict=True)
         if rows[-1] >= 0
     ]
-    index = torch.tensor([token for span in spans for token in span], dtype=torch.int64)
+    index = torch.tensor([token for span in spans for token in span], dtype=torch.int64, device="cpu")
     if len(index):
         conv = _Conv(x, weight, docs, options, history)
         y.index_copy_(0, index, conv.output(conv.tokens(index)).to(y.dtype))
@@ -244,7 +247,7 @@ def head_gradient(
             pairs += [(begin + k, row) for row in flat[at : at + halo] if row >= 0]
     if pairs:
         conv = _Conv(x, weight, docs, options, history)
-        tokens, rows = torch.tensor(pairs, dtype=torch.int64).t().contiguous()
+        tokens, rows = torch.tensor(pairs, dtype=torch.int64, device="cpu").t().contiguous()
         send.index_copy_(0, rows, conv.gradient(conv.tokens(tokens), dy).to(send.dtype))
 
 
@@ -267,7 +270,7 @@ def tail_gradient(
         for rows, (begin, end) in zip(_table(table), pairwise(_offsets(docs)), strict=True)
         if rows[0] >= 0
     ]
-    index = torch.tensor([token for span in spans for token in span], dtype=torch.int64)
+    index = torch.tensor([token for span in spans for token in span], dtype=torch.int64, device="cpu")
     if not len(index):
         return
     conv = _Conv(x, weight, docs, options, history)
@@ -277,7 +280,7 @@ def tail_gradient(
     for m in range(1, conv.halo + 1):
         inside = tokens.after > m
         # Inside of the document the token is m places further in the list of its tail.
-        near = _take(g, torch.arange(m, m + len(g)).clamp_(max=len(g) - 1), conv.work)
+        near = _take(g, torch.arange(m, m + len(g), device="cpu").clamp_(max=len(g) - 1), conv.work)
         row = table[tokens.document, (m - tokens.after).clamp_(min=0)].long()
         value = torch.where(inside.unsqueeze(1), near, _take(received, row, conv.work))
         exists = (inside | (row >= 0)).unsqueeze(1)
@@ -293,7 +296,7 @@ def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
 
 def _bounds(docs: Documents) -> Tensor:
     """[N + 1] int64 offsets."""
-    return torch.arange(docs.count + 1) * docs.length if docs.cu is None else docs.cu.long()
+    return torch.arange(docs.count + 1, device="cpu") * docs.length if docs.cu is None else docs.cu.long()
 
 
 def _offsets(docs: Documents) -> tuple[int, ...]:
@@ -310,5 +313,5 @@ def _table(table: Tensor | None) -> list[tuple[int, ...]]:
 def _take(values: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """New rows of ``values``; an index outside gives a row that the caller selects away."""
     if not len(values):
-        return torch.zeros((len(index), values.shape[1]), dtype=dtype)
+        return torch.zeros((len(index), values.shape[1]), dtype=dtype, device="cpu")
     return values.index_select(0, index.clamp(0, len(values) - 1)).to(dtype)

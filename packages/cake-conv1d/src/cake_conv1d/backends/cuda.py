@@ -60,7 +60,7 @@ def forward(
     if x.numel():
         run = _program("fwd", index)
         history_rows, table = _history(history)
-        run(y, rows(x), vector(weight), docs.cu, docs.length, history_rows, table, skip, int(options.silu))
+        run(y, _rows(x), vector(weight), docs.cu, docs.length, history_rows, table, skip, int(options.silu))
     return y
 
 
@@ -91,7 +91,7 @@ def backward(
     if not x.numel():
         d_initial = _initial_gradient_of_nothing(weight, docs, history, d_final) if needs[2] else None
         return dx, dweight if dweight is None else dweight.zero_(), d_initial
-    x, dy, weight = rows(x), rows(dy, expanded=False), vector(weight)
+    x, dy, weight = _rows(x), _rows(dy, expanded=False), vector(weight)
     history_rows, table = _history(history)
     if needs[0] or needs[1]:
         tokens, channels = x.shape
@@ -136,7 +136,7 @@ def final_state(x: Tensor, width: int, docs: Documents, history: History | None)
     if not x.numel():
         return x.new_zeros(shape) if history is None else history.rows.view(shape).clone()
     out = workspace.uninitialized(shape, x.dtype if history is None else history.rows.dtype, index)
-    _edge(_Edge.FINAL_STATE, index, out.view(-1, x.shape[1]), rows(x), None, docs, Options(False, False), history)
+    _edge(_Edge.FINAL_STATE, index, out.view(-1, x.shape[1]), _rows(x), None, docs, Options(False, False), history)
     return out
 
 
@@ -144,13 +144,13 @@ def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
     """out[i] = x[index[i]]; index [rows] int64, out [rows, C] with any row stride."""
     if out.numel():
         where = _index(x)
-        _program("halo", where)(0, out, rows(x), None, None, None, index, None, 0, None, None, 0, 0)
+        _program("halo", where)(0, out, _rows(x), None, None, None, index, None, 0, None, None, 0, 0)
 
 
 def head_forward(x: Tensor, weight: Tensor, docs: Documents, options: Options, history: History, y: Tensor) -> None:
     """y of the first H tokens of the documents with history.table[n, H - 1] >= 0."""
     if x.numel():
-        _edge(_Edge.HEAD_FORWARD, _index(x), y, rows(x), vector(weight), docs, options, history)
+        _edge(_Edge.HEAD_FORWARD, _index(x), y, _rows(x), vector(weight), docs, options, history)
 
 
 def head_gradient(
@@ -165,8 +165,8 @@ def head_gradient(
 ) -> None:
     """g of token s + k to the rows slots[n, k] of ``send`` [rows, C] FP32; slots [N, H, H] int32, -1: unused."""
     if x.numel() and send.numel():
-        where, dy = _index(x), rows(dy, expanded=False)
-        _edge(_Edge.HEAD_GRADIENT, where, send, rows(x), vector(weight), docs, options, history, dy=dy, table=slots)
+        where, dy = _index(x), _rows(dy, expanded=False)
+        _edge(_Edge.HEAD_GRADIENT, where, send, _rows(x), vector(weight), docs, options, history, dy=dy, table=slots)
 
 
 def tail_gradient(
@@ -183,12 +183,12 @@ def tail_gradient(
     """dx of the last H tokens of the documents with table[n, 0] >= 0; g of token e + m is row table[n, m] of
     ``received`` [rows, C] FP32; table [N, H] int32, -1: no such token."""
     if x.numel() and received.numel():
-        where, dy = _index(x), rows(dy, expanded=False)
+        where, dy = _index(x), _rows(dy, expanded=False)
         _edge(
             _Edge.TAIL_GRADIENT,
             where,
             dx,
-            rows(x),
+            _rows(x),
             vector(weight),
             docs,
             options,
@@ -231,11 +231,17 @@ def _edge(
     )
 
 
+def _rows(value: Tensor, *, expanded: bool = True) -> Tensor:
+    """[rows, C] as the kernels read it."""
+    found = rows(value, expanded=expanded)
+    return found if plan.fits(found) else found.contiguous()
+
+
 def _history(history: History | None) -> tuple[Tensor | None, Tensor | None]:
     """Rows as the kernels read them, and their table. A pool that no fragment of this rank reads may be empty."""
     if history is None:
         return None, None
-    return (rows(history.rows) if history.rows.numel() else None), history.table
+    return (_rows(history.rows) if history.rows.numel() else None), history.table
 
 
 def _state_shape(weight: Tensor, docs: Documents) -> tuple[int, int, int]:

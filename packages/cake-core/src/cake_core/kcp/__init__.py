@@ -1,4 +1,4 @@
-"""Context parallelism: how a packed batch is cut over the ranks, what a rank knows about the cut, how rows travel.
+"""Context parallelism (KCP): how a batch is cut over the ranks, what a rank knows about the cut, how rows travel.
 
 It knows no op's math: conv1d, gdn and kda say which rows they send and what they do with them. Importing it, cutting a
 batch (``partition_kcp``) and planning a halo (``halo_plan``) load no torch.

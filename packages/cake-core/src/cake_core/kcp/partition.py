@@ -66,17 +66,17 @@ def partition_kcp(
     cut_points: Sequence[Sequence[int]] | None = None,
     fragments: Sequence[Sequence[tuple[int, int, int]]] | None = None,
 ) -> KcpPartition:
-    """Cut a packed batch over the ranks; W is ``world_size``. Nothing has to divide.
+    """Cut a packed batch over the ranks; R is ``world_size``. Nothing has to divide.
 
     Args:
         cu_seqlens_cpu: global document offsets [N + 1], from 0, non-decreasing: a sequence of int, or a one-dimensional
             integer tensor or array in host memory.
         world_size: ranks, at least 1.
-        layout: "contiguous": W near-equal intervals of the global token order, interval r on rank r.
-            "zigzag": 2 W near-equal intervals, r and 2 W - 1 - r on rank r.
-            "zigzag_per_document": every document in 2 W pieces, r and 2 W - 1 - r of each on rank r.
+        layout: "contiguous": R near-equal intervals of the global token order, interval r on rank r.
+            "zigzag": 2 R near-equal intervals, r and 2 R - 1 - r on rank r.
+            "zigzag_per_document": every document in 2 R pieces, r and 2 R - 1 - r of each on rank r.
             "explicit": what ``fragments`` says.
-        cut_points: for "zigzag_per_document", per document 2 W + 1 offsets from 0 to its length instead of near-equal
+        cut_points: for "zigzag_per_document", per document 2 R + 1 offsets from 0 to its length instead of near-equal
             pieces.
         fragments: for "explicit", per rank (doc, off, length) in the order of (doc, off). Together they hold every
             token once; a length may be 0.
@@ -170,7 +170,7 @@ def _of_intervals(offsets: tuple[int, ...], world_size: int, *, zigzag: bool) ->
             stop = min(end, offsets[doc + 1])
             owner.append((doc, begin - offsets[doc], stop - begin))
             begin = stop
-    return pieces  # rank r got interval r before 2 W - 1 - r, so its pieces are in the order of (doc, off)
+    return pieces  # rank r got interval r before 2 R - 1 - r, so its pieces are in the order of (doc, off)
 
 
 def _per_document(

@@ -42,6 +42,8 @@ def scatter_kcp(x: Tensor, part: KcpPartition, rank: int, *, dim: int = 0) -> Te
 def gather_kcp(parts: Sequence[Tensor], part: KcpPartition, *, dim: int = 0) -> Tensor:
     """The global packed rows from the rows of every rank: the inverse of ``scatter_kcp``; differentiable.
 
+    No collective: the rows of the other ranks were brought here before.
+
     Args:
         parts: by rank, ``part.tokens(rank)`` along ``dim``, alike in everything else.
         part: the partition. dim: the token dimension.

@@ -128,6 +128,19 @@ def test_building_reads_no_tensor_and_uploads_once() -> None:
     assert all(torch.equal(got, table) for got, table in zip(ctx.halo_tables, want.halo_tables, strict=True))
 
 
+def test_the_default_device_does_not_matter() -> None:
+    """R99: host tables are in host memory, whatever torch allocates on otherwise."""
+    want = context(1)
+    with torch.device("meta"):
+        got = context(1)
+    assert torch.equal(got.cu_seqlens_local, want.cu_seqlens_local)
+    assert want.halo_tables is not None
+    assert got.halo_tables is not None
+    assert all(torch.equal(*tables) for tables in zip(got.halo_tables, want.halo_tables, strict=True))
+    with FakeCuda() as fake, torch.device("meta"):
+        assert fake.index_of(context(1, "cuda:1").cu_seqlens_local) == 1
+
+
 def test_other_streams_wait_for_the_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream of the copy needs no wait, a graph in capture cannot, every other stream waits."""
     waits: list[tuple[int, Any]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -101,8 +102,7 @@ def test_repeated_runs_and_many_threads() -> None:
     assert len(exchange.calls) == 3 * 8 * 30
 
 
-def test_ranks_meet_outside_of_run_too() -> None:
-    exchange = LocalExchange(2, timeout=20)
+def meet_in_threads_of_ones_own(exchange: LocalExchange) -> None:
     results: dict[int, list[float]] = {}
 
     def rank(r: int) -> None:
@@ -116,6 +116,53 @@ def test_ranks_meet_outside_of_run_too() -> None:
     for thread in threads:
         thread.join()
     assert results == {0: [0, 1], 1: [0, 1]}
+
+
+def test_ranks_meet_outside_of_run_too() -> None:
+    meet_in_threads_of_ones_own(LocalExchange(2, timeout=20))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_meet_outside_of_run_after_a_run_too(fails: bool) -> None:
+    """R101: what ended in the run, well or not, is not theirs."""
+    exchange = LocalExchange(2, timeout=20)
+
+    def work(r: int) -> None:
+        gather_one(exchange, r)
+        if fails:
+            raise KeyError(r)
+
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        exchange.run(work)
+    meet_in_threads_of_ones_own(exchange)
+    meet_in_threads_of_ones_own(exchange)
+
+
+def test_what_a_wait_raised_the_next_one_raises_too() -> None:
+    """R101: the rows did not come, so no wait of them returns."""
+    out, exchange = torch.full((2, 1), float("nan")), LocalExchange(2, timeout=0.05)
+    work = exchange.rank(0).all_gather(out, torch.ones(1, 1), async_op=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 0 waited 0.05 s in collective 0 for rank 1"):
+            work.wait()
+    other = exchange.rank(1).all_gather(torch.zeros(2, 1), torch.ones(1, 1), async_op=True)
+    work.wait()  # they came late
+    other.wait()
+    assert out.flatten().tolist() == [1, 1]
+
+    outs = [torch.zeros(2, 1, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    works = [exchange.rank(r).all_gather(out, out[:1], async_op=True) for r, out in enumerate(outs)]
+    for work in works * 2:
+        with pytest.raises(RuntimeError, match=r"is 1 rows \[1\] of torch.float(32|64); needs 1 rows"):
+            work.wait()
+
+    works = [
+        exchange.rank(0).all_gather(torch.zeros(2, 1), torch.zeros(1, 1), async_op=True),
+        exchange.rank(1).all_to_all(torch.zeros(0, 1), torch.zeros(0, 1), [0, 0], [0, 0], async_op=True),
+    ]
+    for work in works * 2:
+        with pytest.raises(RuntimeError, match="the ranks call all_gather and all_to_all as collective 2"):
+            work.wait()
 
 
 def gather_one(exchange: LocalExchange, r: int) -> None:
@@ -253,6 +300,7 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("LocalExchange: world_size is 0; needs at least 1", ValueError, lambda: LocalExchange(0)),
     ("LocalExchange: world_size is None", TypeError, lambda: LocalExchange(None)),  # type: ignore[arg-type]
     ("LocalExchange: timeout is -1.0; needs at least 0", ValueError, lambda: LocalExchange(2, timeout=-1)),
+    ("LocalExchange: timeout is 10000000000.0; needs at most", ValueError, lambda: LocalExchange(2, timeout=1e10)),
     ("LocalExchange.rank: r is 2; needs at most 1", ValueError, lambda: LocalExchange(2).rank(2)),
     ("all_to_all: recv_rows is (1,); needs 2 row counts", ValueError, lambda: one(Z(1, 2), Z(1, 2), [1], [1, 0])),
     ("all_to_all: send_rows is (2, -1); needs 2", ValueError, lambda: one(Z(1, 2), Z(1, 2), [1, 0], [2, -1])),
@@ -276,6 +324,10 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
         lambda: LocalExchange(2).rank(0).all_gather(Z(1, 2), Z(1, 2)),
     ),
     ("all_gather: inp is of no dimension", ValueError, lambda: LocalExchange(2).rank(0).all_gather(Z(1, 2), Z(()))),
+    ("all_gather: inp is list; needs a tensor", TypeError, lambda: LocalExchange(2).rank(0).all_gather(Z(2), [1])),  # type: ignore[arg-type]
+    ("all_gather: out is list; needs a tensor", TypeError, lambda: LocalExchange(2).rank(0).all_gather([1], Z(1))),  # type: ignore[arg-type]
+    ("all_to_all: out is list; needs a tensor", TypeError, lambda: one([1], Z(1, 2), [1, 0], [1, 0])),  # type: ignore[arg-type]
+    ("all_to_all: inp is NoneType; needs a tensor", TypeError, lambda: one(Z(1, 2), None, [1, 0], [1, 0])),  # type: ignore[arg-type]
 ]
 
 
@@ -371,6 +423,14 @@ def test_misuse_of_exchange_rows_and_gather_fragments() -> None:
         exchange_rows(apart[0], torch.zeros(1, 1), [0, 1], [0, 0])
     with pytest.raises(ValueError, match="gather_fragments: rows is of 2 rows; needs at most n_max = 1"):
         gather_fragments(crossing[0], torch.zeros(2, 1), 1)
+    for wrong, kind, got in (
+        (torch.zeros(()), ValueError, "of no dimension"),
+        ([1.0], TypeError, "list; needs a tensor"),
+    ):
+        with pytest.raises(kind, match=f"exchange_rows: rows is {got}"):
+            exchange_rows(crossing[0], wrong, [0, 1], [0, 0])  # type: ignore[arg-type]
+        with pytest.raises(kind, match=f"gather_fragments: rows is {got}"):
+            gather_fragments(crossing[0], wrong, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="gather_fragments: n_max is None"):
         gather_fragments(crossing[0], torch.zeros(2, 1), None)  # type: ignore[arg-type]
 

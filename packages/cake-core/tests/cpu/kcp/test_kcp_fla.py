@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from cake_core.kcp import (
     ChainLink,
     KcpContext,
+    KcpPartition,
     LocalExchange,
     build_context_kcp,
     context_from_fla,
@@ -153,6 +156,15 @@ def test_the_gathered_rows_are_where_the_chains_say() -> None:
         assert [3.0, 4.0, 8.0] in [row for rank in got for row in rank]
 
 
+@pytest.mark.parametrize("offsets", [None, GLOBAL])
+def test_the_default_device_does_not_matter(offsets: list[int] | None) -> None:
+    """R104: host tables are in host memory, whatever torch allocates on otherwise."""
+    ctx = recorded(1, LocalExchange(4).rank(1), "contiguous")
+    with torch.device("meta"):
+        got = context_from_fla(ctx, offsets)
+    assert got.cu_seqlens_local.tolist() == [0, 4]
+
+
 def test_no_group_is_no_context_parallelism() -> None:
     for group in (None, LocalExchange(1).rank(0)):
         ctx = context_from_fla(recorded(0, group, "contiguous"), None)
@@ -201,6 +213,28 @@ WRONG: list[tuple[str, type[Exception], Callable[[], Any]]] = [
     ("cu_seqlens_cpu is offsets whose contiguous part on rank 1 is [0, 5]", ValueError, lambda: of([0, 3, 3, 20])),
     ("cu_seqlens_cpu[1] is -1; needs at least 0", ValueError, lambda: of([0, -1])),
     ("ctx.cu_seqlens_cpu is of 1 offsets", ValueError, lambda: of(cu_seqlens_cpu=torch.tensor([0]))),
+    ("ctx.cu_seqlens is [0, 4]; needs ctx.cu_seqlens_cpu, [0, 3]", ValueError, lambda: of(cu_seqlens_cpu=[0, 3])),
+    ("ctx.cu_seqlens is of 1 offsets", ValueError, lambda: of(cu_seqlens_cpu=None, cu_seqlens=torch.tensor([0]))),
+    ("ctx.part_len is None (NoneType); needs a host int", TypeError, lambda: zigzag(part_len=None)),
+    (
+        "ctx.front_num_seqs is 2; needs the local sequences of the first part, of 4 tokens",
+        ValueError,
+        lambda: zigzag(front_num_seqs=2),
+    ),
+    *(
+        (
+            f"ctx.{name} is {got}; needs a tuple of 2, one for each part",
+            kind,
+            lambda name=name, value=value: zigzag(**{name: value}),
+        )
+        for name in ("pre_num_ranks_by_part", "post_num_ranks_by_part", "is_first_by_part", "is_last_by_part")
+        for value, got, kind in (
+            (None, "NoneType", TypeError),
+            (1, "int", TypeError),
+            ((1,), "of 1 values", ValueError),
+            ((1, 2, 0), "of 3 values", ValueError),
+        )
+    ),
 ]
 
 
@@ -225,3 +259,92 @@ def test_tokens_that_fla_left_out_are_noticed() -> None:
     ctx.cu_seqlens = ctx.cu_seqlens_cpu = torch.tensor([0, 250])
     with pytest.raises(ValueError, match=r"part on rank 0 is \[0, 251\]; needs the global offsets of ctx, which has"):
         context_from_fla(ctx, [0, 1001])
+
+
+def facts(part: KcpPartition, rank: int, parts: int) -> list[tuple[int, int]]:
+    """Intervals before and behind each of the rank's that the document at its edge covers, token by token."""
+    total, count = part.cu_seqlens[-1], part.world_size * parts
+    owner = [doc for doc, (low, high) in enumerate(pairwise(part.cu_seqlens)) for _ in range(low, high)]
+    held = [set(owner[i * total // count : (i + 1) * total // count]) for i in range(count)]
+    return [
+        (
+            sum(owner[p * total // count] in docs for docs in held[:p]),
+            sum(owner[(p + 1) * total // count - 1] in docs for docs in held[p + 1 :]),
+        )
+        for p in ([rank] if parts == 1 else [rank, count - 1 - rank])
+    ]
+
+
+def of_partition(part: KcpPartition, rank: int) -> SimpleNamespace:
+    """What fla's attributes are for a partition into equal parts."""
+    local = part.cu_seqlens_local(rank)
+    group = LocalExchange(part.world_size).rank(rank)
+    ctx = SimpleNamespace(group=group, layout=part.layout, cu_seqlens=torch.tensor(local), cu_seqlens_cpu=None)
+    if part.layout == "contiguous":
+        ((before, behind),) = facts(part, rank, 1)
+        ctx.pre_num_ranks, ctx.is_first_rank = before, before == 0
+        ctx.post_num_ranks, ctx.is_last_rank = behind, behind == 0
+    else:
+        ctx.pre_num_ranks_by_part, ctx.post_num_ranks_by_part = zip(*facts(part, rank, 2), strict=True)
+        ctx.is_first_by_part = tuple(n == 0 for n in ctx.pre_num_ranks_by_part)
+        ctx.is_last_by_part = tuple(n == 0 for n in ctx.post_num_ranks_by_part)
+        ctx.part_len = local[-1] // 2
+        ctx.front_num_seqs = local.index(ctx.part_len)
+    return ctx
+
+
+@pytest.mark.parametrize(("layout", "parts"), [("contiguous", 1), ("zigzag", 2)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_attributes_have_to_be_those_of_the_global_offsets(layout: str, parts: int, world_size: int) -> None:
+    """R104: those of the partition are taken, each other number of ranks is refused by its name."""
+    total = 12 * world_size * parts
+    for seed in range(20):
+        cuts = random.Random(seed).choices(range(total + 1), k=seed % 5)
+        offsets = [0, *sorted(cuts), total]
+        part = partition_kcp(offsets, world_size, layout)
+        for rank in range(world_size):
+            ctx = of_partition(part, rank)
+            want = build_context_kcp(part, ctx.group, rank, "cpu")
+            for given in (offsets, None):
+                got = context_from_fla(ctx, given)
+                assert (got.in_slots, got.out_slots) == (want.in_slots, want.out_slots)
+            for name, flag, last in (("pre", "first", True), ("post", "last", False)):
+                numbers, flags = (
+                    (f"{name}_num_ranks", f"is_{flag}_rank")
+                    if parts == 1
+                    else (f"{name}_num_ranks_by_part", f"is_{flag}_by_part")
+                )
+                for i, position in enumerate([rank] if parts == 1 else [rank, 2 * world_size - 1 - rank]):
+                    right = getattr(ctx, numbers) if parts == 1 else getattr(ctx, numbers)[i]
+                    for wrong in range((position if last else world_size * parts - 1 - position) + 1):
+                        if wrong == right:
+                            continue
+                        other = of_partition(part, rank)
+                        for attribute, value in ((numbers, wrong), (flags, wrong == 0)):
+                            if parts == 2:
+                                values = list(getattr(other, attribute))
+                                values[i] = value
+                                value = tuple(values)
+                            setattr(other, attribute, value)
+                        with pytest.raises(ValueError, match=rf"ctx\.{numbers} is {wrong}; needs {right}, "):
+                            context_from_fla(other, offsets)
+
+
+def test_a_document_that_crosses_by_the_global_offsets_alone() -> None:
+    """R104: the local offsets are right, the attributes say that nothing crosses."""
+    ctx = recorded(0, LocalExchange(2).rank(0), "contiguous", post_num_ranks=0, is_last_rank=True)
+    ctx.cu_seqlens = ctx.cu_seqlens_cpu = torch.tensor([0, 3, 10])
+    with pytest.raises(ValueError, match=r"ctx\.post_num_ranks is 0; needs 1, as the global offsets have it"):
+        context_from_fla(ctx, [0, 3, 20])
+
+
+@pytest.mark.parametrize(("layout", "parts"), [("contiguous", 2), ("zigzag", 4)])
+def test_a_total_without_equal_parts_is_refused_on_every_rank(layout: str, parts: int) -> None:
+    """R104: fla cuts equal parts; where the first ranks of a partition have a token more, both would disagree."""
+    part = partition_kcp([0, 3, 18 + parts // 2], 2, layout)
+    for rank in range(2):
+        ctx = recorded(rank, LocalExchange(2).rank(rank), layout)
+        ctx.cu_seqlens = ctx.cu_seqlens_cpu = torch.tensor(part.cu_seqlens_local(rank))
+        text = rf"cu_seqlens_cpu is of {part.cu_seqlens[-1]} tokens; needs a multiple of {parts}, "
+        with pytest.raises(ValueError, match=text):
+            context_from_fla(ctx, part.cu_seqlens)

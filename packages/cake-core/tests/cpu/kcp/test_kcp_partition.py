@@ -7,6 +7,7 @@ import importlib.util
 import random
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def test_a_neighbour_of_an_empty_fragment_is_the_next_one_with_tokens() -> None:
 def test_offsets_in_host_memory_of_every_kind() -> None:
     wanted = partition_kcp([0, 3, 3, 10], 2)
     tensor = torch.tensor([0, 3, 3, 10])
-    for given_offsets in ((0, 3, 3, 10), tensor, tensor.int(), tensor.numpy()):
+    for given_offsets in ((0, 3, 3, 10), tensor, tensor.int(), tensor.numpy(), array("i", [0, 3, 3, 10])):
         assert partition_kcp(given_offsets, 2) == wanted
 
 
@@ -175,6 +176,15 @@ def test_offsets_on_a_device_are_refused_unread() -> None:
 WRONG: list[tuple[str, type[Exception], str, Callable[[], Any]]] = [
     ("cu_seqlens_cpu is int", TypeError, "sequence", lambda: partition_kcp(5, 2)),
     ("cu_seqlens_cpu is str", TypeError, "sequence", lambda: partition_kcp("012", 2)),
+    ("cu_seqlens_cpu is memoryview", TypeError, "sequence", lambda: partition_kcp(memoryview(array("i", [0, 3])), 2)),
+    ("cu_seqlens_cpu is bytearray", TypeError, "sequence", lambda: partition_kcp(bytearray((0, 3)), 2)),
+    ("cu_seqlens_cpu[0] is 0.0", TypeError, "int", lambda: partition_kcp(array("d", [0, 3]), 2)),
+    (
+        "cu_seqlens_cpu is a torch.sparse_coo tensor",
+        ValueError,
+        "a dense tensor",
+        lambda: partition_kcp(torch.tensor([0, 3]).to_sparse(), 2),
+    ),
     ("cu_seqlens_cpu[1] is 2.5", TypeError, "int", lambda: partition_kcp([0, 2.5], 2)),
     ("cu_seqlens_cpu[1] is True", TypeError, "int", lambda: partition_kcp([0, True], 2)),
     ("cu_seqlens_cpu is of 2 dim", ValueError, "one dimension", lambda: partition_kcp(torch.zeros(2, 2).int(), 2)),

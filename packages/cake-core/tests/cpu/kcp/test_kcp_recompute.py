@@ -189,6 +189,16 @@ def test_an_entry_of_another_call_is_refused() -> None:
         assert "on cuda:1" in refused(ctx, fake.cuda(x, 1))
 
 
+@pytest.mark.parametrize("wrong", [torch.zeros(4, 2), (1, 2, 3), 0])
+def test_an_entry_that_no_op_stored_is_refused(wrong: Any) -> None:
+    """R103: in a replay; outside of a backward any entry is one too many."""
+    handle, ctx, x = RecomputeHandle(), context(), torch.zeros(4, 2)
+    handle.entries["conv"] = wrong
+    wanted = rf"conv: recompute_handle is a handle with entries\['conv'\] of {type(wrong).__name__}; needs what"
+    with pytest.raises(TypeError, match=wanted):
+        in_backward(lambda: bind_recompute(handle, "conv", ctx, [x], entry="conv"))
+
+
 def test_what_is_no_handle_is_refused() -> None:
     """R103: any object with a dict of entries serves."""
     ctx, x = context(), torch.zeros(4, 2)

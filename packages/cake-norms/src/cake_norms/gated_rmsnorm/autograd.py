@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from cake_core import variants
+from cake_core.first_order import first_order
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
-from torch.autograd.function import once_differentiable
 
 from .backends import select
 
@@ -29,7 +29,6 @@ class RMSNormGateFunction(torch.autograd.Function):
         return backend.forward(x, z, weight, eps, activation, None)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dy,) = grads
         if dy is None:
@@ -38,8 +37,12 @@ class RMSNormGateFunction(torch.autograd.Function):
         variants.settle("gated_rmsnorm", variant)
         x, z, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        found = backend.backward(dy, x, z, weight, eps, activation, None, None, None, needs)
-        return (*found, None)
+        grads = first_order(
+            "gated_rmsnorm",
+            (x, z, weight, dy),
+            lambda: backend.backward(dy, x, z, weight, eps, activation, None, None, None, needs),
+        )
+        return *grads, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from cake_core import variants
+from cake_core.first_order import first_order
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
-from torch.autograd.function import once_differentiable
 
 from .backends import select
 
@@ -30,7 +30,6 @@ class ZeroCenteredRMSNormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dy,) = grads
         if dy is None:
@@ -39,8 +38,12 @@ class ZeroCenteredRMSNormFunction(torch.autograd.Function):
         variants.settle("rmsnorm", variant)
         x, weight, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        dx, dweight = backend.backward(dy, x, weight, rstd, None, None, (needs[0], needs[1]))
-        return dx, dweight, None
+        grads = first_order(
+            "rmsnorm",
+            (x, weight, dy),
+            lambda: backend.backward(dy, x, weight, rstd, None, None, (needs[0], needs[1])),
+        )
+        return *grads, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

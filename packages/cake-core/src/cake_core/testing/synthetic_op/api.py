@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import config
 from ...device import device_of
 from ...errors import message
+from ...first_order import first_order
 from .backends import cpu
 from .plan import FAST_MIN_ROWS, plan_backward
 
@@ -71,14 +72,13 @@ class _ScaleColumns(torch.autograd.Function):
         return _backend(x).forward(x, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides the parameter's name
-        ctx: Any, dy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dy,) = grads
         if dy is None:
             return None, None
         x, weight = ctx.saved_tensors
-        return _backward(dy, x, weight, ctx.needs_input_grad[:2], ctx.variant)
+        needs = ctx.needs_input_grad[:2]
+        return first_order("synthetic", (x, weight, dy), lambda: _backward(dy, x, weight, needs, ctx.variant))
 
 
 def _variant(rows: int) -> str:

@@ -26,7 +26,7 @@ def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, o
     work = compute_dtype(x, z, weight)
     width = x.shape[-1]
     rows, gates, w = x.reshape(-1, width), z.reshape(-1, width), weight.to(work)
-    y = torch.empty(rows.shape, dtype=x.dtype)
+    y = torch.empty(rows.shape, dtype=x.dtype, device="cpu")
     for block in blocks(rows.shape[0]):
         values, gate = rows[block].to(work), gates[block].to(work)
         r = inverse_rms(row_sum(values * values), width, eps)
@@ -55,9 +55,9 @@ def backward(
     width = x.shape[-1]
     rows, gates, grads = x.reshape(-1, width), z.reshape(-1, width), dy.reshape(-1, width)
     w = weight.to(work)
-    x_grad = torch.empty(rows.shape, dtype=x.dtype) if needs[0] else None
-    z_grad = torch.empty(rows.shape, dtype=x.dtype) if needs[1] else None
-    w_grad = torch.zeros(width, dtype=torch.float64) if needs[2] else None
+    x_grad = torch.empty(rows.shape, dtype=x.dtype, device="cpu") if needs[0] else None
+    z_grad = torch.empty(rows.shape, dtype=x.dtype, device="cpu") if needs[1] else None
+    w_grad = torch.zeros(width, dtype=torch.float64, device="cpu") if needs[2] else None
     for block in blocks(rows.shape[0]):
         values, gate, g = rows[block].to(work), gates[block].to(work), grads[block].to(work)
         r = inverse_rms(row_sum(values * values), width, eps)

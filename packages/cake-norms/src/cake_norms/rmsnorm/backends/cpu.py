@@ -24,8 +24,8 @@ def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Ten
     work = compute_dtype(x, weight)
     hidden = x.shape[-1]
     rows, w = x.reshape(-1, hidden), weight.to(work)
-    y = torch.empty(rows.shape, dtype=x.dtype)
-    scales = torch.empty((rows.shape[0], 1), dtype=work)
+    y = torch.empty(rows.shape, dtype=x.dtype, device="cpu")
+    scales = torch.empty((rows.shape[0], 1), dtype=work, device="cpu")
     for block in blocks(rows.shape[0]):
         values = rows[block].to(work)
         r = inverse_rms(row_sum(values * values), hidden, eps)
@@ -56,8 +56,8 @@ def backward(
     hidden = x.shape[-1]
     rows, grads = x.reshape(-1, hidden), dy.reshape(-1, hidden)
     scales, w = rstd.reshape(-1, 1), weight.to(work)
-    x_grad = torch.empty(rows.shape, dtype=x.dtype) if needs[0] else None
-    w_grad = torch.zeros(hidden, dtype=torch.float64) if needs[1] else None
+    x_grad = torch.empty(rows.shape, dtype=x.dtype, device="cpu") if needs[0] else None
+    w_grad = torch.zeros(hidden, dtype=torch.float64, device="cpu") if needs[1] else None
     for block in blocks(rows.shape[0]):
         r, g = scales[block].to(work), grads[block].to(work)
         n = rows[block].to(work) * r

@@ -1,0 +1,45 @@
+"""Backwards that can be differentiated no further, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import message
+
+__all__ = ["first_order"]
+
+_Grads = tuple[Tensor | None, ...]
+
+
+def first_order(op: str, operands: Sequence[Tensor | None], run: Callable[[], _Grads]) -> _Grads:
+    """What ``run`` returns: the gradients that an autograd Function's backward computes from ``operands``.
+
+    Under ``create_graph=True`` a gradient is a function of every operand. torch's ``once_differentiable`` looks at the
+    incoming gradients alone: with one that needs no gradient itself (``y.sum()``, ones) a second derivative would be
+    silently 0. Here it raises RuntimeError; a first derivative under ``create_graph=True`` is served.
+    """
+    if not torch.is_grad_enabled():
+        return run()
+    with torch.no_grad():
+        grads = run()
+    given = [grad for grad in grads if grad is not None]
+    sources = [operand for operand in operands if operand is not None]
+    guarded = iter(_Once.apply(op, len(given), *given, *sources))  # pyright: ignore[reportArgumentType]
+    return tuple(None if grad is None else next(guarded) for grad in grads)
+
+
+class _Once(torch.autograd.Function):
+    """The gradients themselves, as results of everything they were computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.op = op
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(message(ctx.op, "a gradient", "differentiated again", "a first derivative"))
