@@ -18,7 +18,9 @@ import pytest
 from cake_core import registry
 
 HEAVY = ("torch", "tvm_ffi", "numpy", "rich")
-ON_TENSORS = {"cake_core.cpu_math", "cake_core.layout", "cake_core.operands"}  # for implementations of ops alone
+ON_TENSORS = {
+    f"cake_core.{name}" for name in ("cpu_math", "first_order", "layout", "operands")
+}  # of implementations alone
 
 
 def torch_free_modules() -> list[str]:

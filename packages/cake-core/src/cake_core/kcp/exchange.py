@@ -13,7 +13,16 @@ from ..errors import message
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DONE", "Exchange", "GroupExchange", "Work", "check_all_gather", "check_all_to_all", "exchange_of"]
+__all__ = [
+    "DONE",
+    "Exchange",
+    "GroupExchange",
+    "Work",
+    "check_all_gather",
+    "check_all_to_all",
+    "check_has_rows",
+    "exchange_of",
+]
 
 
 class Work(Protocol):
@@ -38,8 +47,8 @@ class Exchange(Protocol):
     """Collectives over the rows (dim 0) of dense tensors; every rank calls the same ones in the same order.
 
     With ``async_op`` the result holds after ``wait()`` of what is returned; until then the operands are the call's.
-    Raises: ValueError for operands that do not fit the row counts; RuntimeError when another rank failed, did not come
-    in time or came with other rows.
+    Raises: TypeError for what is no tensor; ValueError for operands that do not fit the row counts; RuntimeError when
+    another rank failed or did not come in time.
     """
 
     @property
@@ -62,7 +71,8 @@ class Exchange(Protocol):
 class GroupExchange(Exchange):
     """The collectives of a torch.distributed group: gloo for CPU tensors, NCCL for CUDA tensors.
 
-    A rank that does not come is noticed by the group's own timeout.
+    A rank that does not come is noticed by the group's own timeout. What the ranks bring is not compared: other
+    collectives, row counts, row shapes or dtypes on another rank end one process, or leave wrong rows without an error.
     """
 
     def __init__(self, group: Any) -> None:
@@ -133,7 +143,7 @@ def exchange_of(group: Any, *, entry: str) -> Exchange | None:
 def check_all_to_all(
     out: Tensor, inp: Tensor, recv_rows: Sequence[int], send_rows: Sequence[int], world_size: int
 ) -> None:
-    """Raise ValueError unless the operands have the rows that the counts name."""
+    """Raise TypeError for what is no tensor, ValueError unless the operands have the rows that the counts name."""
     entry = "all_to_all"
     for name, tensor, counts_name, counts in (
         ("out", out, "recv_rows", recv_rows),
@@ -146,16 +156,30 @@ def check_all_to_all(
 
 
 def check_all_gather(out: Tensor, inp: Tensor, world_size: int) -> None:
-    """Raise ValueError unless ``out`` has the rows of ``world_size`` times ``inp``."""
+    """Raise TypeError for what is no tensor, ValueError unless ``out`` has the rows of ``world_size`` times ``inp``."""
     entry = "all_gather"
-    if inp.dim() == 0:
-        raise ValueError(message(entry, "inp", "of no dimension", "at least one, the rows"))
+    check_has_rows(inp, "inp", entry=entry)
     _check_rows(entry, "inp", inp, inp.shape[0])
     _check_rows(entry, "out", out, world_size * inp.shape[0])
     _check_alike(entry, out, inp)
 
 
+def check_has_rows(tensor: Any, name: str, *, entry: str) -> None:
+    """Raise TypeError for what is no tensor, ValueError for a tensor without a dimension for rows."""
+    _check_tensor(entry, name, tensor)
+    if tensor.dim() == 0:
+        raise ValueError(message(entry, name, "of no dimension", "at least one, the rows"))
+
+
+def _check_tensor(entry: str, name: str, tensor: Any) -> None:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(message(entry, name, type(tensor).__name__, "a tensor"))
+
+
 def _check_rows(entry: str, name: str, tensor: Tensor, rows: int) -> None:
+    _check_tensor(entry, name, tensor)
     if tensor.dim() == 0 or tensor.shape[0] != rows:
         raise ValueError(message(entry, name, f"of shape {list(tensor.shape)}", f"{rows} rows"))
     if not tensor.is_contiguous():

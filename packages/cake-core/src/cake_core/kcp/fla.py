@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import check_int, message
 from .context import KcpContext, build_context_kcp, check_device
 from .exchange import Exchange, exchange_of
-from .partition import host_offsets, partition_kcp
+from .partition import KcpPartition, host_offsets, partition_kcp
 from .state import ChainLink, StateTables
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def context_from_fla(ctx: Any, cu_seqlens_cpu: Any = None) -> KcpContext:
         ctx: an object with ``group, cu_seqlens, cu_seqlens_cpu, pre_num_ranks, post_num_ranks, is_first_rank,
             is_last_rank`` and, for zigzag, ``layout, part_len, front_num_seqs`` and the ``*_by_part`` tuples;
             ``conv1d_kernel_size`` is 4 where there is none.
-        cu_seqlens_cpu: global offsets in host memory.
+        cu_seqlens_cpu: global offsets in host memory, of a total that fla cuts into equal parts.
 
     Raises: TypeError for an object without these attributes; ValueError for offsets in host memory that are missing,
     and for attributes that contradict each other or the global offsets, such as tokens that fla left out.
@@ -57,6 +58,12 @@ def context_from_fla(ctx: Any, cu_seqlens_cpu: Any = None) -> KcpContext:
         raise ValueError(
             message(_ENTRY, "cu_seqlens_cpu", got, f"the global offsets of ctx, which has {_short(local)}")
         )
+    count = transport.world_size * (2 if layout == "zigzag" else 1)
+    if part.cu_seqlens[-1] % count:
+        # A partition gives the first intervals a token more. fla does not: other ranks would not hold what it says.
+        wanted = f"a multiple of {count}, for the equal parts of fla's {layout} layout"
+        raise ValueError(message(_ENTRY, "cu_seqlens_cpu", f"of {part.cu_seqlens[-1]} tokens", wanted))
+    _check_crossings(_parts(ctx, transport, local, layout), part, transport.rank)
     return build_context_kcp(part, group, None, device, width)
 
 
@@ -116,13 +123,16 @@ def _parts(ctx: Any, transport: Exchange, local: tuple[int, ...], layout: str) -
         facts = [[_read(ctx, name)] for name in ("pre_num_ranks", "post_num_ranks", "is_first_rank", "is_last_rank")]
     else:
         front = check_int(_read(ctx, "front_num_seqs"), "ctx.front_num_seqs", entry=_ENTRY, minimum=1, maximum=count)
-        length = _read(ctx, "part_len")
-        if local[front] != length or local[-1] != 2 * length:
+        length = check_int(_read(ctx, "part_len"), "ctx.part_len", entry=_ENTRY)
+        if local[-1] != 2 * length:
             got = f"{length} with local offsets {_short(local)}"
-            raise ValueError(message(_ENTRY, "ctx.part_len", got, "half of the tokens, where front_num_seqs ends"))
+            raise ValueError(message(_ENTRY, "ctx.part_len", got, "half of the tokens"))
+        if local[front] != length:
+            wanted = f"the local sequences of the first part, of {length} tokens in {_short(local)}"
+            raise ValueError(message(_ENTRY, "ctx.front_num_seqs", front, wanted))
         slots, suffix = [(rank, 0, front), (2 * transport.world_size - 1 - rank, front, count)], "_by_part"
         names = ("pre_num_ranks", "post_num_ranks", "is_first", "is_last")
-        facts = [list(_read(ctx, name + suffix)) for name in names]
+        facts = [_by_part(ctx, name + suffix) for name in names]
     last = transport.world_size * len(slots) - 1
     parts: list[_Part] = []
     for (position, begin, end), before, behind, is_first, is_last in zip(slots, *facts, strict=True):
@@ -136,6 +146,29 @@ def _parts(ctx: Any, transport: Exchange, local: tuple[int, ...], layout: str) -
                 )
         parts.append(_Part(position, begin, end, before, behind))
     return parts
+
+
+def _by_part(ctx: Any, name: str) -> Sequence[Any]:
+    values, wanted = _read(ctx, name), "a tuple of 2, one for each part"
+    if not isinstance(values, tuple | list):
+        raise TypeError(message(_ENTRY, f"ctx.{name}", type(values).__name__, wanted))
+    if len(values) != 2:
+        raise ValueError(message(_ENTRY, f"ctx.{name}", f"of {len(values)} values", wanted))
+    return values
+
+
+def _check_crossings(parts: list[_Part], part: KcpPartition, rank: int) -> None:
+    """Raise ValueError unless the documents cross as in the partition, whose local offsets are those of fla."""
+    suffix = "_by_part" if len(parts) == 2 else ""
+    for own in parts:
+        first, last = part.fragments[rank][own.begin], part.fragments[rank][own.end - 1]
+        # A document has one fragment in every interval that it covers.
+        before = part.chains[first.doc].index((rank, first.slot))
+        behind = len(part.chains[last.doc]) - 1 - part.chains[last.doc].index((rank, last.slot))
+        for name, got, wanted in (("pre", own.before, before), ("post", own.behind, behind)):
+            if got != wanted:
+                wanted = f"{wanted}, as the global offsets have it"
+                raise ValueError(message(_ENTRY, f"ctx.{name}_num_ranks{suffix}", got, wanted))
 
 
 def _chains(parts: list[_Part], world_size: int) -> StateTables:
@@ -172,14 +205,19 @@ def _link(position: int, first: int, last: int, world_size: int, parts: int) -> 
 
 def _local_offsets(ctx: Any, offsets: torch.Tensor) -> tuple[int, ...]:
     host = getattr(ctx, "cu_seqlens_cpu", None)
+    if host is None and not offsets.is_cpu:
+        wanted = "the local offsets in host memory"
+        raise ValueError(
+            message(_ENTRY, "ctx.cu_seqlens_cpu", None, wanted, "reading ctx.cu_seqlens would synchronise")
+        )
     if host is None:
-        if not offsets.is_cpu:
-            wanted = "the local offsets in host memory"
-            raise ValueError(
-                message(_ENTRY, "ctx.cu_seqlens_cpu", None, wanted, "reading ctx.cu_seqlens would synchronise")
-            )
-        host = offsets
-    return host_offsets(host, "ctx.cu_seqlens_cpu", entry=_ENTRY)
+        return host_offsets(offsets, "ctx.cu_seqlens", entry=_ENTRY)
+    local = host_offsets(host, "ctx.cu_seqlens_cpu", entry=_ENTRY)
+    if offsets.is_cpu:
+        read = host_offsets(offsets, "ctx.cu_seqlens", entry=_ENTRY)
+        if read != local:
+            raise ValueError(message(_ENTRY, "ctx.cu_seqlens", _short(read), f"ctx.cu_seqlens_cpu, {_short(local)}"))
+    return local
 
 
 def _read(ctx: Any, name: str) -> Any:

@@ -24,9 +24,12 @@ class LocalExchange:
     Autograd's backward of CPU tensors runs in the calling thread, so whole training steps work. On one GPU all ranks
     share autograd's device thread, which a waiting rank would block: use an op's functional forward and backward there.
 
+    What the ranks bring is compared: one that meets another collective, other row counts, row shapes or dtypes raises
+    RuntimeError.
+
     Args:
         world_size: ranks, at least 1.
-        timeout: seconds that a rank waits in a collective for the others.
+        timeout: seconds that a rank waits in a collective for the others, at most ``threading.TIMEOUT_MAX``.
 
     Raises: TypeError for a wrong Python type; ValueError for a value out of range.
     """
@@ -34,7 +37,7 @@ class LocalExchange:
     def __init__(self, world_size: int, *, timeout: float = 30.0) -> None:
         entry = "LocalExchange"
         self.world_size = check_int(world_size, "world_size", entry=entry, minimum=1)
-        self.timeout = check_float(timeout, "timeout", entry=entry, minimum=0.0)
+        self.timeout = check_float(timeout, "timeout", entry=entry, minimum=0.0, maximum=threading.TIMEOUT_MAX)
         self.calls: list[tuple[int, str, tuple[int, ...]]] = []
         """(rank, "all_to_all" or "all_gather", rows that it sent to each rank) in the order of the calls."""
         self._session = _Session(self)
@@ -74,13 +77,17 @@ class LocalExchange:
         except BaseException as error:  # an interrupt releases the ranks too
             session.fail(None, error)
             raise
+        finally:
+            # Threads of the caller's own must not meet what ended here; another run may have begun meanwhile.
+            if self._session is session:
+                self._session = _Session(self)
         failure = session.failure
         if failure is not None:
             raise failure
         return [results[r] for r in range(self.world_size)]
 
     def session(self) -> _Session:
-        """The run that the calling thread takes part in; outside of ``run`` the one that goes on until the next."""
+        """The run that the calling thread takes part in; outside of ``run`` one that goes on until the next."""
         return getattr(self._of_thread, "session", self._session)
 
 
@@ -146,15 +153,15 @@ class _Session:
                         f"{kind}: rank {r} waited {self._owner.timeout:g} s in collective {number} for rank {who}"
                     )
                 self._changed.wait(left)
+            kinds = {post.kind for post in posts.values()}
+            if len(kinds) > 1:
+                raise RuntimeError(
+                    f"{kind}: the ranks call {' and '.join(sorted(kinds))} as collective {number}; needs the same "
+                    "calls in the same order on every rank"
+                )
             self._taken[number] = self._taken.get(number, 0) + 1
             if self._taken[number] == self._world_size:
                 del self._posts[number], self._taken[number]
-        kinds = {post.kind for post in posts.values()}
-        if len(kinds) > 1:
-            raise RuntimeError(
-                f"{kind}: the ranks call {' and '.join(sorted(kinds))} as collective {number}; needs the same calls in "
-                "the same order on every rank"
-            )
         return [posts[q] for q in range(self._world_size)]
 
     def end(self, r: int) -> None:
@@ -230,17 +237,20 @@ class _LocalWork:
         self._session, self._rank, self._number = session, r, number
         self._out: Tensor | None = out
         self._recv = recv
+        self._posts: list[_Post] | None = None
 
     def wait(self) -> None:
-        out, self._out = self._out, None
+        out = self._out
         if out is None:
             return
-        posts = self._session.collect(self._rank, self._number)
-        arrived = [self._from(q, post, out) for q, post in enumerate(posts)]
+        if self._posts is None:  # a rank collects once: the last one removes what was posted
+            self._posts = self._session.collect(self._rank, self._number)
+        arrived = [self._from(q, post, out) for q, post in enumerate(self._posts)]
         row = 0
         for rows in arrived:
             out.detach()[row : row + len(rows)].copy_(rows)
             row += len(rows)
+        self._out = self._posts = None  # only now: after an error the next wait raises it again
 
     def _from(self, q: int, post: _Post, out: Tensor) -> Tensor:
         """The rows that rank ``q`` has for this one."""

@@ -113,7 +113,7 @@ def near_equal(count: int, parts: int) -> list[int]:
 
 def host_offsets(value: Any, argument: str, *, entry: str) -> tuple[int, ...]:
     """Document offsets as ints. A tensor on a device is refused, because reading it would synchronise."""
-    if hasattr(value, "tolist"):  # a tensor or a numpy array
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # a tensor or a numpy array
         if hasattr(value, "is_cpu"):
             kind, index = device_of(value)
             if kind != "cpu":
@@ -123,6 +123,8 @@ def host_offsets(value: Any, argument: str, *, entry: str) -> tuple[int, ...]:
                         entry, argument, f"a tensor on {where}", "offsets in host memory", "reading would synchronise"
                     )
                 )
+            if str(value.layout) != "torch.strided":
+                raise ValueError(message(entry, argument, f"a {value.layout} tensor", "a dense tensor"))
         kind = str(value.dtype)
         if value.ndim != 1 or "int" not in kind:
             got = f"of {value.ndim} dimensions and {kind}"
@@ -140,7 +142,8 @@ def host_offsets(value: Any, argument: str, *, entry: str) -> tuple[int, ...]:
 
 
 def _ints(value: Any, argument: str, entry: str) -> tuple[int, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+    # Raw bytes are sequences of int too, but never offsets.
+    if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Sequence):
         raise TypeError(message(entry, argument, type(value).__name__, "a sequence of int"))
     for i, item in enumerate(value):
         check_int(item, f"{argument}[{i}]", entry=entry)

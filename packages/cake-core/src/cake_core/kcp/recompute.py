@@ -82,8 +82,9 @@ def bind_recompute(handle: Any, op: str, ctx: Any, operands: Iterable[Tensor], *
         operands: tensors whose shape, dtype and device a replay must repeat.
         entry: the function that the user called, for messages.
 
-    Raises: TypeError for an object without a dict ``entries``; RuntimeError for an entry that is there outside of a
-    backward, and while a CUDA graph is captured; ValueError for an entry of another context, shape, dtype or device.
+    Raises: TypeError for an object without a dict ``entries`` and an entry that no op stored; RuntimeError for an entry
+    that is there outside of a backward, and while a CUDA graph is captured; ValueError for an entry of another context,
+    shape, dtype or device.
     """
     if handle is None:
         return Recompute(None, op, None, None)
@@ -105,6 +106,9 @@ def bind_recompute(handle: Any, op: str, ctx: Any, operands: Iterable[Tensor], *
         got = f"a handle that already holds {op!r}"
         remedy = "one handle per layer and micro-step, or clear() it"
         raise RuntimeError(message(entry, "recompute_handle", got, f"one without {op!r} outside of a backward", remedy))
+    if not isinstance(found, _Entry):
+        got = f"a handle with entries[{op!r}] of {type(found).__name__}"
+        raise TypeError(message(entry, "recompute_handle", got, "what the original forward stored there"))
     if found.ctx is not ctx:
         raise ValueError(
             message(entry, "recompute_handle", f"an entry of {found.ctx!r}", f"the context of this call, {ctx!r}")

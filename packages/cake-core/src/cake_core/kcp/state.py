@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import workspace
 from ..errors import check_int, message
-from .exchange import DONE, Work
+from .exchange import DONE, Work, check_has_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,9 +134,10 @@ def exchange_rows(
 
     Returns: [sum(recv), ...] by source rank, and the work. Not differentiable.
 
-    Raises: ValueError for rows that are not as many as the counts say.
+    Raises: TypeError for rows that are no tensor; ValueError for rows that are not as many as the counts say.
     """
     entry = "exchange_rows"
+    check_has_rows(rows, "rows", entry=entry)
     if rows.shape[0] != sum(send):
         raise ValueError(message(entry, "rows", f"of {rows.shape[0]} rows", f"{sum(send)}, the sum of send"))
     if not must_exchange(ctx):
@@ -163,6 +164,7 @@ def gather_fragments(ctx: KcpContext, rows: Tensor, n_max: int, *, async_op: boo
     Raises: TypeError for a wrong Python type; ValueError for more rows than ``n_max``.
     """
     entry = "gather_fragments"
+    check_has_rows(rows, "rows", entry=entry)
     check_int(n_max, "n_max", entry=entry, minimum=0)
     count = rows.shape[0]
     if count > n_max:

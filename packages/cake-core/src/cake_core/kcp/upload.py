@@ -42,14 +42,14 @@ class Upload:
             size = len(values) * dtype.itemsize // 4
             places.append((total, total + size))
             total += size + -size % _ALIGN
-        host = torch.empty(total, dtype=torch.int32)
+        host = torch.empty(total, dtype=torch.int32, device="cpu")
         self._buffer = host if device.type == "cpu" else workspace.uninitialized((total,), torch.int32, device)
         # Memory of a fake device is the host's: there is nothing to pin and nothing to wait for.
         real = self._buffer.untyped_storage().device.type != "cpu"
         if real:
             host = host.pin_memory()
         for (values, _, dtype), (begin, end) in zip(tables, places, strict=True):
-            host[begin:end].view(dtype).copy_(torch.tensor(values, dtype=dtype))
+            host[begin:end].view(dtype).copy_(torch.tensor(values, dtype=dtype, device="cpu"))
         if self._buffer is not host:
             self._buffer.copy_(host, non_blocking=True)
         if real:

@@ -143,7 +143,7 @@ def test_what_a_wait_raised_the_next_one_raises_too() -> None:
     out, exchange = torch.full((2, 1), float("nan")), LocalExchange(2, timeout=0.05)
     work = exchange.rank(0).all_gather(out, torch.ones(1, 1), async_op=True)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="rank 0 waited 0.05 s in collective 0 for rank 1"):
+        with pytest.raises(RuntimeError, match=r"rank 0 waited 0\.05 s in collective 0 for rank 1"):
             work.wait()
     other = exchange.rank(1).all_gather(torch.zeros(2, 1), torch.ones(1, 1), async_op=True)
     work.wait()  # they came late
