@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
 from cake_conv1d.testing.steps import make_step
 from cake_core import configure, workspace
+from cake_core.testing.sanitizer import TOOLS, Runs, sanitized
 
 DEVICE = "cuda"
 pytestmark = [
@@ -116,38 +113,24 @@ _FAULTS = {
     "memcheck": "x = torch.as_tensor(Behind(), device='cuda').view(torch.bfloat16)",
     "initcheck": "x = torch.empty(37, 264, dtype=torch.bfloat16, device='cuda')",
 }
-Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
 
 
 @pytest.fixture(scope="module")
-def sanitized() -> Iterator[Runs]:
-    """Name -> run, all side by side. Operands end with their allocations, which a caching allocator would hide."""
+def runs() -> Iterator[Runs]:
     configure()
     make_step((5, 3), 264, device=DEVICE, state="bfloat16").run()  # all three libraries are compiled before
     torch.cuda.synchronize()
     workspace.release_pool()
-    own = ("--kernel-name", "kns=conv1d")
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-
-    def run(code: str, tool: str, *options: str) -> subprocess.CompletedProcess[str]:
-        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5", *options)
-        command = (*command, sys.executable, "-c", code)
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-    with ThreadPoolExecutor() as pool:
-        yield {
-            "memcheck": pool.submit(run, _SANITIZED, "memcheck", *own),
-            "racecheck": pool.submit(run, _SANITIZED, "racecheck", *own),
-            "initcheck": pool.submit(run, _SANITIZED, "initcheck"),
-            "planted memcheck": pool.submit(run, _PLANTED.replace("FAULT", _FAULTS["memcheck"]), "memcheck", *own),
-            "planted initcheck": pool.submit(run, _PLANTED.replace("FAULT", _FAULTS["initcheck"]), "initcheck"),
-        }
+    with sanitized(
+        _SANITIZED, "conv1d", {tool: _PLANTED.replace("FAULT", fault) for tool, fault in _FAULTS.items()}
+    ) as runs:
+        yield runs
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
-def test_the_sanitizer_finds_nothing(sanitized: Runs, tool: str) -> None:
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_sanitizer_finds_nothing(runs: Runs, tool: str) -> None:
     """Every kernel, width and edge; one partial row and many; documents of every length; malformed offsets."""
-    done = sanitized[tool].result()
+    done = runs[tool].result()
     assert done.returncode == 0, done.stdout[:4000] + done.stdout[-2000:]
     assert "done [" in done.stdout
 
@@ -155,9 +138,9 @@ def test_the_sanitizer_finds_nothing(sanitized: Runs, tool: str) -> None:
 @pytest.mark.parametrize(
     ("tool", "text"), [("memcheck", "Invalid __global__ read"), ("initcheck", "Uninitialized __global__ memory read")]
 )
-def test_the_sanitizer_finds_a_planted_fault(sanitized: Runs, tool: str, text: str) -> None:
+def test_the_sanitizer_finds_a_planted_fault(runs: Runs, tool: str, text: str) -> None:
     """What the other test relies on: the tool sees our kernels and operands that end with their allocations."""
-    done = sanitized[f"planted {tool}"].result()
+    done = runs[f"planted {tool}"].result()
     assert done.returncode != 0
     assert text in done.stdout, done.stdout[-4000:]
     assert "conv1d_fwd" in done.stdout

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,6 +17,7 @@ from cake_core.testing.gates import (
     assert_same_bits,
     poisoned_empty,
 )
+from cake_core.testing.sanitizer import TOOLS, Runs, sanitized
 from cake_norms.gated_rmsnorm import plan, rmsnorm_gate, rmsnorm_gate_bwd, rmsnorm_gate_fwd, rmsnorm_silu_gate
 from cake_norms.gated_rmsnorm.testing import oracle
 from cake_norms.gated_rmsnorm.testing.budgets import BUDGETS
@@ -504,30 +501,17 @@ print("done", seen)
 
 
 @pytest.fixture(scope="module")
-def sanitized() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
-    """Tool -> run, all side by side. Operands end with their allocations, which a caching allocator would hide."""
+def runs() -> Iterator[Runs]:
     _run(*_operands(1, 1))  # compiled before
-    own = ("--kernel-name", "kns=rmsnorm")
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-
-    def run(tool: str, *options: str) -> subprocess.CompletedProcess[str]:
-        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5", *options)
-        command = (*command, sys.executable, "-c", _SANITIZED)
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-    with ThreadPoolExecutor() as pool:
-        yield {
-            "memcheck": pool.submit(run, "memcheck", *own),
-            "racecheck": pool.submit(run, "racecheck", *own),
-            "initcheck": pool.submit(run, "initcheck"),
-        }
+    with sanitized(_SANITIZED, "rmsnorm") as runs:
+        yield runs
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on PATH")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
-def test_the_sanitizer_finds_nothing(sanitized: dict[str, Future[subprocess.CompletedProcess[str]]], tool: str) -> None:
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_sanitizer_finds_nothing(runs: Runs, tool: str) -> None:
     """One CTA and many with their reduction, both weight dtypes and gates, every head dim and subset of gradients."""
-    done = sanitized[tool].result()
+    done = runs[tool].result()
     assert done.returncode == 0, done.stdout[:4000] + done.stdout[-2000:]
     assert "done [" in done.stdout

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,6 +17,7 @@ from cake_core.testing.gates import (
     assert_same_bits,
     poisoned_empty,
 )
+from cake_core.testing.sanitizer import TOOLS, Runs, sanitized
 from cake_norms.rmsnorm import (
     ZeroCenteredRMSNorm,
     plan,
@@ -528,33 +525,19 @@ _FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def sanitized() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
-    """Name -> run, all side by side. Operands end with their allocations, which a caching allocator would hide."""
+def runs() -> Iterator[Runs]:
     zero_centered_rmsnorm_fwd(_randn(1, 1000, seed=1), torch.zeros(1000, device=DEVICE))  # compiled before
-    own = ("--kernel-name", "kns=rmsnorm")
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-
-    def run(code: str, tool: str, *options: str) -> subprocess.CompletedProcess[str]:
-        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5", *options)
-        command = (*command, sys.executable, "-c", code)
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-    with ThreadPoolExecutor() as pool:
-        yield {
-            "memcheck": pool.submit(run, _SANITIZED, "memcheck", *own),
-            "racecheck": pool.submit(run, _SANITIZED, "racecheck", *own),
-            "initcheck": pool.submit(run, _SANITIZED, "initcheck"),
-            "planted memcheck": pool.submit(run, _PLANTED.replace("FAULT", _FAULTS["memcheck"]), "memcheck", *own),
-            "planted initcheck": pool.submit(run, _PLANTED.replace("FAULT", _FAULTS["initcheck"]), "initcheck"),
-        }
+    planted = {tool: _PLANTED.replace("FAULT", fault) for tool, fault in _FAULTS.items()}
+    with sanitized(_SANITIZED, "rmsnorm", planted) as runs:
+        yield runs
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on PATH")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
-def test_the_sanitizer_finds_nothing(sanitized: dict[str, Future[subprocess.CompletedProcess[str]]], tool: str) -> None:
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_sanitizer_finds_nothing(runs: Runs, tool: str) -> None:
     """One CTA and many with their reduction, both weight dtypes, every kind of lane and subset of gradients."""
-    done = sanitized[tool].result()
+    done = runs[tool].result()
     assert done.returncode == 0, done.stdout[:4000] + done.stdout[-2000:]
     assert "done [" in done.stdout
 
@@ -564,11 +547,9 @@ def test_the_sanitizer_finds_nothing(sanitized: dict[str, Future[subprocess.Comp
 @pytest.mark.parametrize(
     ("tool", "text"), [("memcheck", "Invalid __global__ read"), ("initcheck", "Uninitialized __global__ memory read")]
 )
-def test_the_sanitizer_finds_a_planted_fault(
-    sanitized: dict[str, Future[subprocess.CompletedProcess[str]]], tool: str, text: str
-) -> None:
+def test_the_sanitizer_finds_a_planted_fault(runs: Runs, tool: str, text: str) -> None:
     """What the other test relies on: the tool sees our kernels and operands that end with their allocations."""
-    done = sanitized[f"planted {tool}"].result()
+    done = runs[f"planted {tool}"].result()
     assert done.returncode != 0
     assert text in done.stdout, done.stdout[-4000:]
     assert "rmsnorm_fwd" in done.stdout
