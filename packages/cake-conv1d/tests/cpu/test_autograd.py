@@ -11,6 +11,7 @@ import torch
 from cake_conv1d import causal_conv1d, causal_conv1d_bwd, causal_conv1d_fwd
 from cake_core import config
 from cake_core.testing.gates import assert_operands_untouched, assert_same_bits
+from cake_core.testing.operands import normal
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -25,10 +26,6 @@ def _unconfigured() -> Iterator[None]:
     config.configure()
     yield
     config.configure()
-
-
-def normal(seed: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
 
 
 def operands(dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch._dynamo.testing
 from cake_conv1d import causal_conv1d, causal_conv1d_bwd, causal_conv1d_fwd, conv_final_state
 from cake_core import config
 from cake_core.testing.gates import assert_same_bits
+from cake_core.testing.operands import normal
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,10 +25,6 @@ def _unconfigured() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     config.configure()
-
-
-def normal(seed: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def test_meta_tensors_have_shapes_and_types() -> None:

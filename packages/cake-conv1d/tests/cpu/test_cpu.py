@@ -11,6 +11,7 @@ from cake_conv1d import causal_conv1d, causal_conv1d_bwd, causal_conv1d_fwd, con
 from cake_conv1d.testing import budgets, oracle
 from cake_core import config
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
+from cake_core.testing.operands import normal
 from torch import Tensor
 
 LENGTHS = (0, 1, 2, 3, 0, 13, 0)
@@ -22,11 +23,6 @@ def _unconfigured() -> Iterator[None]:
     config.configure()
     yield
     config.configure()
-
-
-def normal(seed: int, *shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
-    draw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-    return (scale * draw).to(dtype)
 
 
 def offsets(lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:

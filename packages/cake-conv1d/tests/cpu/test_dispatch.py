@@ -26,6 +26,7 @@ from cake_core.kcp import build_context_kcp, partition_kcp
 from cake_core.testing.fake_cuda import FakeCuda
 from cake_core.testing.gates import assert_same_bits
 from cake_core.testing.launches import Launch, recorded_launches
+from cake_core.testing.operands import normal
 from torch import Tensor
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -56,10 +57,6 @@ def _unconfigured() -> Iterator[None]:
     config.configure()
     yield
     config.configure()
-
-
-def normal(seed: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def offsets(fake: FakeCuda, *lengths: int, dtype: torch.dtype = torch.int32, index: int = 0) -> Tensor:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from cake_conv1d.testing import budgets, oracle, shapes
+from cake_core.testing import operands
 from cake_core.testing.gates import assert_rel_rms
 from torch import Tensor
 
 LENGTHS = (0, 1, 2, 3, 0, 13, 0)
 POLICIES = ("bf16", "fp32")
-
-
-def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+normal = partial(operands.normal, dtype=torch.float64)
 
 
 def offsets(lengths: Sequence[int]) -> list[int]:

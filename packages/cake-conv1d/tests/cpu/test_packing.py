@@ -10,6 +10,7 @@ import torch
 from cake_conv1d import causal_conv1d, causal_conv1d_bwd, causal_conv1d_fwd, conv_final_state
 from cake_core import config
 from cake_core.testing.gates import assert_same_bits, poisoned_empty
+from cake_core.testing.operands import normal
 from torch import Tensor
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -21,10 +22,6 @@ def _unconfigured() -> Iterator[None]:
     config.configure()
     yield
     config.configure()
-
-
-def normal(seed: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
 
 
 def offsets(lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:

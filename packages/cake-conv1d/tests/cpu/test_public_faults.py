@@ -24,6 +24,7 @@ from cake_conv1d.testing.parallel import Batch, rank_step, single_step
 from cake_core import config
 from cake_core.kcp import LocalExchange, build_context_kcp, gather_kcp, partition_kcp
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
+from cake_core.testing.operands import normal
 from torch import Tensor
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -34,10 +35,6 @@ def _unconfigured() -> Iterator[None]:
     config.configure()
     yield
     config.configure()
-
-
-def normal(seed: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F32).to(dtype)
 
 
 def offsets(*lengths: int) -> Tensor:

@@ -14,6 +14,7 @@ from cake_core import config, device
 from cake_core.testing.fake_cuda import FakeCuda
 from cake_core.testing.gates import assert_same_bits
 from cake_core.testing.launches import Launch, recorded_launches
+from cake_core.testing.operands import normal
 from cake_norms.gated_rmsnorm import api as gated_api
 from cake_norms.gated_rmsnorm import rmsnorm_gate, rmsnorm_gate_bwd, rmsnorm_gate_fwd
 from cake_norms.gated_rmsnorm.backends import cpu as gated_cpu
@@ -35,10 +36,6 @@ def _unconfigured() -> Iterator[None]:
     config.configure()
     yield
     config.configure()
-
-
-def normal(seed: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def step(fake: FakeCuda, rows: int, hidden: int, index: int = 0, weight: torch.dtype = BF16) -> tuple[Tensor, ...]:

@@ -9,9 +9,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "Source", "bf16_ulp", "budget_name", "deterministic_algorithms", "named"]
+__all__ = ["DTYPES", "Source", "bf16_ulp", "budget_name", "deterministic_algorithms", "named", "normal"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    """scale * N(0, 1) in host memory, rounded to ``dtype``, the same for the same seed."""
+    draw = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
+    return (scale * draw).to(dtype)
 
 
 class Source:
