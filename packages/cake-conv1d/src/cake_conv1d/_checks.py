@@ -141,7 +141,7 @@ def check_backward(
     grads = _present(dy=dy, d_final_state=d_final_state)
     check_tensors(entry, x=x, weight=weight, **grads)
     kind, docs = check_forward(entry, x, weight, cu_seqlens, initial_state)
-    check_same_device(entry, x, **grads)
+    check_same_device(entry, x=x, **grads)
     if grads:
         check_plain(entry, **grads)
     for name, value in grads.items():
@@ -167,7 +167,7 @@ def check_backward(
 def _rows_in_place(value: Tensor) -> Tensor | None:
     """As ``layout.rows_in_place``, less the strides that a kernel's 32 bits do not hold."""
     rows = rows_in_place(value)
-    return None if rows is None or (rows.dim() == 2 and not fits(rows)) else rows
+    return None if rows is None or (rows.dim() == 2 and not fits(rows.shape[0], rows.stride(0))) else rows
 
 
 def _present(**values: Any) -> dict[str, Any]:
@@ -229,16 +229,9 @@ def check_kcp(
     operands: dict[str, Any] = {}
     for (x_name, w_name), rows, weight in zip(names, xs, weights, strict=True):
         operands[x_name], operands[w_name] = rows, weight
-    check_tensors(entry, **operands)
-    where = device_of(x)
-    kind = where[0]
-    if kind not in ("cpu", "cuda", "meta") or (is_abstract(x) and not x.is_meta):
-        got = "a fake tensor" if is_abstract(x) else f"on {x.device}"
-        raise NotImplementedError(message(entry, first, got, SERVED_DEVICES))
-    for name, value in operands.items():
-        if device_of(value) != where:
-            raise ValueError(message(entry, name, f"on {value.device}", f"the device of {first}, {x.device}"))
-    check_plain(entry, **operands)
+    kind = place(entry, **operands)
+    if is_abstract(x) and not x.is_meta:
+        raise NotImplementedError(message(entry, first, "a fake tensor", SERVED_DEVICES))
     dtypes = CUDA_DTYPES if kind == "cuda" else CPU_DTYPES
     for x_name, w_name in names:
         check_dtype(entry, x_name, operands[x_name], dtypes[:1] if kind == "cuda" else dtypes, kind)
@@ -259,4 +252,4 @@ def check_kcp(
             raise ValueError(message(entry, x_name, f"of {rows.shape[-2]} tokens", f"the {tokens} of {first}"))
         if taps != width:
             raise ValueError(message(entry, w_name, f"of {taps} taps", f"the {width} of {names[0][1]}"))
-    return where, tokens, width
+    return device_of(x), tokens, width

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cake_core import variants
-from cake_core.first_order import first_order
+from cake_core.first_order import bare_apply, first_order
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
 
@@ -64,8 +64,7 @@ class CausalConv1dFunction(torch.autograd.Function):
         raise RuntimeError("conv1d: forward-mode differentiation is not implemented; needs reverse mode")
 
 
-# torch's own ``apply`` is this one behind 1.5 us of Python for torch.func transforms, which the checks refuse.
-_apply = super(torch.autograd.Function, CausalConv1dFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply = bare_apply(CausalConv1dFunction)
 
 
 def apply(x: Tensor, weight: Tensor, initial_state: Tensor | None, call: Call) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from cake_core import variants, workspace
 from cake_core.errors import message
-from cake_core.first_order import first_order
+from cake_core.first_order import bare_apply, first_order
 from cake_core.kcp import bind_recompute
 from cake_core.operands import compute_dtype
 from torch import Tensor
@@ -280,5 +280,4 @@ def _keep_nothing(pool: Tensor) -> None:
     pass
 
 
-# As in ``autograd``: without torch's Python for torch.func transforms, which the checks refuse.
-_apply = super(torch.autograd.Function, KcpFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply = bare_apply(KcpFunction)

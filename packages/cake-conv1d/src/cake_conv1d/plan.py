@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from cake_core.intmath import ceil_div
 from cake_core.served import native_arch
@@ -61,9 +60,9 @@ def plan_backward(tokens: int, channels: int) -> BackwardPlan:
     return BackwardPlan(rows * blocks_of_a_row, rows)
 
 
-def fits(rows: Any) -> bool:
-    """Whether a kernel reads a [rows, C] BF16 tensor with this row stride."""
-    return rows.shape[0] <= 1 or rows.stride(0) <= MAX_STRIDE
+def fits(rows: int, stride: int) -> bool:
+    """Whether a kernel reaches BF16 rows that are ``stride`` elements apart; a single row has none."""
+    return rows <= 1 or stride <= MAX_STRIDE
 
 
 def library(program: str, arch: str) -> str:

@@ -62,7 +62,7 @@ def check_needs(needs: Any, count: int, *, entry: str) -> None:
 
 
 def place(entry: str, **operands: Any) -> str:
-    """Where the call runs: "cpu", "cuda" or "meta". ``operands`` have x first.
+    """Where the call runs: "cpu", "cuda" or "meta". The first operand is the one that the others have to be with.
 
     Raises: as ``check_tensors``, ``check_same_device`` and ``check_plain``; an ordinary call passes all three at once.
     """
@@ -103,17 +103,18 @@ def _check_subclass(entry: str, name: str, value: Any) -> None:
         raise TypeError(message(entry, name, "a DTensor", "a local tensor", f"pass {name}.to_local()"))
 
 
-def check_same_device(entry: str, x: Tensor, **operands: Tensor) -> str:
-    """Where the call runs: "cpu", "cuda" or "meta", the device type of ``x``.
+def check_same_device(entry: str, **operands: Tensor) -> str:
+    """Where the call runs: "cpu", "cuda" or "meta", the device type of the first operand.
 
     Raises: NotImplementedError for any other device; ValueError for an operand elsewhere.
     """
+    (first, x), *others = operands.items()
     where = device.device_of(x)
     if where[0] not in _SERVED:
-        raise NotImplementedError(message(entry, "x", f"on {x.device}", SERVED_DEVICES))
-    for name, value in operands.items():
+        raise NotImplementedError(message(entry, first, f"on {x.device}", SERVED_DEVICES))
+    for name, value in others:
         if device.device_of(value) != where:
-            raise ValueError(message(entry, name, f"on {value.device}", f"the device of x, {x.device}"))
+            raise ValueError(message(entry, name, f"on {value.device}", f"the device of {first}, {x.device}"))
     return where[0]
 
 

@@ -234,7 +234,7 @@ def _edge(
 def _rows(value: Tensor, *, expanded: bool = True) -> Tensor:
     """[rows, C] as the kernels read it."""
     found = rows(value, expanded=expanded)
-    return found if plan.fits(found) else found.contiguous()
+    return found if plan.fits(found.shape[0], found.stride(0)) else found.contiguous()
 
 
 def _history(history: History | None) -> tuple[Tensor | None, Tensor | None]:

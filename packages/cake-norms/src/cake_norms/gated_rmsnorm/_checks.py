@@ -92,7 +92,7 @@ def check_backward(
     """Check the operands of a backward; returns where the call runs. Raises: as ``check_forward``."""
     check_tensors(entry, dy=dy, x=x, z=z, weight=weight)
     kind = check_forward(entry, x, z, weight)
-    check_same_device(entry, x, dy=dy)
+    check_same_device(entry, x=x, dy=dy)
     if not dy.dtype.is_floating_point:
         raise ValueError(message(entry, "dy", str(dy.dtype), "a floating-point dtype"))
     check_shape(entry, "dy", dy, x.shape, "the shape of x,")

@@ -76,7 +76,7 @@ def check_backward(
     """Check the operands of a backward; returns where the call runs. Raises: as ``check_forward``."""
     check_tensors(entry, dy=dy, x=x, weight=weight, rstd=rstd)
     kind = check_forward(entry, x, weight)
-    check_same_device(entry, x, dy=dy, rstd=rstd)
+    check_same_device(entry, x=x, dy=dy, rstd=rstd)
     if not dy.dtype.is_floating_point:
         raise ValueError(message(entry, "dy", str(dy.dtype), "a floating-point dtype"))
     check_dtype(entry, "rstd", rstd, (compute_dtype(x, weight),), kind)
