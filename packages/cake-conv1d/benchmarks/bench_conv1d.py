@@ -28,9 +28,10 @@ import conv_operands
 import torch
 from cake_conv1d.testing.shapes import BENCH
 from cake_core.bench import BenchTarget, absence, run_bench, write_json
+from cake_core.bench_bars import absent_line, copy_run, fast_bar, heading, peer_bar, rate_bar, rates, verdict
 from cake_core.bench_report import Comparison, comparisons, geomeans, label, size_of
 from cake_core.bench_timers import captured
-from conv_operands import PASSES, Conv, Outputs, Run
+from conv_operands import PASSES, Conv, Run
 from conv_peers import BF16_STEPS, PEERS, Peer
 
 OP = "conv1d"
@@ -183,7 +184,7 @@ def _row(
                 check=partial(conv_operands.check, conv, run),
             )
         if graphed:
-            yield target(run=in_graph(_copy(moved[pass_], args.device)), impl="copy")
+            yield target(run=in_graph(copy_run(moved[pass_], args.device)), impl="copy")
         for name, peer in peers.items():
             if pass_ not in peer.passes:
                 continue
@@ -206,16 +207,6 @@ def _row(
 
 
 def _as_it_is(run: Run) -> Run:
-    return run
-
-
-def _copy(moved: int, device: str) -> Run:
-    source = torch.ones(moved // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def run() -> Outputs:
-        return {"copy": target.copy_(source)}
-
     return run
 
 
@@ -276,17 +267,13 @@ def _progress(row: Mapping[str, Any]) -> None:
 def print_summary(doc: Mapping[str, Any]) -> None:
     """The short table: every comparison on a line, then means, bars, host times and what is absent."""
     found = comparisons(doc)
-    ceiling = doc["ceilings"]["copy_tbps"]
-    print(f"\n{doc['device']}, torch {doc['torch']}, copy ceiling {ceiling:.2f} TB/s; TB/s, x: ours over the best peer")
+    print(f"\n{heading(doc)}")
     for one in found:
-        rates = "  ".join(f"{label(row)} {row['tbps']:.3g}" for row in one.rows)
-        against = one.best or one.copy
-        ratio = f"  x{one.speed(against):.2f}" if against is not None and one.ours is not None else ""
-        print(f"{one.pass_} {size_of(one.rows[0]['params'])}: {rates}{ratio}")
+        print(f"{one.pass_} {size_of(one.rows[0]['params'])}: {rates(one)}")
     print()
     judged = [one for one in found if _elements(one) * BAR_LEAST >= BAR_ELEMENTS]
     for (_, pass_, peer), mean in geomeans(judged).items():
-        print(f"geomean {pass_} over {peer}: {mean:.3f} {_verdict(mean > 1)}")
+        print(f"geomean {pass_} over {peer}: {mean:.3f} {verdict(mean > 1)}")
     for line in bars(judged):
         print(line)
     if found and not judged:
@@ -294,22 +281,16 @@ def print_summary(doc: Mapping[str, Any]) -> None:
     for row in doc["host_time"]:
         print(f"host step {size_of(row['params'])}: {label(row)} {row['median_us']:.1f} us")
     for one in doc["absent"]:
-        what = " ".join(filter(None, (one["impl"], one["version"], one["pass"], one["shape"])))
-        print(f"absent: {what}: {one['reason']}")
+        print(absent_line(one, "impl", "version", "pass", "shape"))
 
 
 def bars(found: Sequence[Comparison]) -> Iterator[str]:
-    """One line per bar: the row that is furthest below or least above it."""
+    """The bars that this run has rows for."""
     ours = [one for one in found if one.ours is not None and one.pass_ != "step"]
     large = [one for one in ours if _elements(one) >= BAR_ELEMENTS]
     for pass_ in dict.fromkeys(one.pass_ for one in large):
         rows = [one.ours for one in large if one.pass_ == pass_ and one.ours is not None]
-        worst = min(rows, key=lambda row: row["tbps"])
-        met = sum(row["tbps"] >= BAR_TBPS for row in rows)
-        yield (
-            f"bar {pass_} >= {BAR_TBPS:.2f} TB/s: {_verdict(met == len(rows))}, {met} of {len(rows)} rows, "
-            f"lowest {worst['tbps']:.3f} at {worst['shape']}"
-        )
+        yield rate_bar(pass_, rows, BAR_TBPS)
     # One document and many of the same size, contiguous or not.
     spread: dict[tuple[Any, ...], list[Comparison]] = {}
     for one in large:
@@ -324,22 +305,14 @@ def bars(found: Sequence[Comparison]) -> Iterator[str]:
     if times:
         worst = max(times, key=lambda one: times[one])
         met, where = times[worst] <= BAR_DOCUMENTS, f"{worst.pass_} {worst.shape}"
-        yield f"bar documents cost <= {BAR_DOCUMENTS} x: {_verdict(met)}, {times[worst]:.3f} at {where}"
+        yield f"bar documents cost <= {BAR_DOCUMENTS} x: {verdict(met)}, {times[worst]:.3f} at {where}"
     for pass_ in dict.fromkeys(one.pass_ for one in ours):
-        ratios = {one: one.speed(one.best) for one in ours if one.pass_ == pass_ and one.best is not None}
-        if ratios:
-            worst = min(ratios, key=lambda one: ratios[one])
-            met = sum(ratio >= BAR_OVER_PEER for ratio in ratios.values())
-            peer = label(worst.best) if worst.best else ""
-            yield (
-                f"bar {pass_} >= {BAR_OVER_PEER} x best peer: {_verdict(met == len(ratios))}, {met} of {len(ratios)} "
-                f"rows, lowest {ratios[worst]:.3f} over {peer} at {worst.shape}"
-            )
-    slower = {one: 1 / one.speed(row) for one in ours for row in one.rows if row["variant"] == "fast"}
-    if slower:
-        worst = max(slower, key=lambda one: slower[one])
-        met = slower[worst] <= BAR_OVER_FAST
-        yield f"bar det <= {BAR_OVER_FAST} x fast: {_verdict(met)}, {slower[worst]:.3f} at {worst.pass_} {worst.shape}"
+        peered = [one for one in ours if one.pass_ == pass_ and one.best is not None]
+        if peered:
+            yield peer_bar(pass_, peered, BAR_OVER_PEER)
+    det = fast_bar(ours, BAR_OVER_FAST, lambda one: f"{one.pass_} {one.shape}")
+    if det:
+        yield det
 
 
 def _elements(one: Comparison) -> int:
@@ -349,10 +322,6 @@ def _elements(one: Comparison) -> int:
 
 def _milliseconds(one: Comparison) -> float:
     return one.ours["median_ms"] if one.ours is not None else float("nan")
-
-
-def _verdict(met: bool) -> str:
-    return "pass" if met else "MISS"
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ from typing import Any
 import norm_operands
 import torch
 from cake_core.bench import BenchTarget, absence, run_bench, write_json
+from cake_core.bench_bars import absent_line, copy_run, fast_bar, heading, peer_bar, rate_bar, rates, verdict
 from cake_core.bench_report import Comparison, comparisons, geomeans, label, size_of
 from cake_core.bench_timers import captured
 from cake_norms.gated_rmsnorm.testing import shapes as gated_shapes
 from cake_norms.rmsnorm.testing import shapes as rmsnorm_shapes
-from norm_operands import PASSES, Norm, Outputs, Run
+from norm_operands import PASSES, Norm
 from norm_peers import BF16_STEPS, PEERS, Peer
 
 SHAPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -150,7 +151,7 @@ def _row(
                 check=partial(norm_operands.check, norm, run, **OURS),
             )
         if graphed:
-            copy = _copy(moved[pass_], args.device)
+            copy = copy_run(moved[pass_], args.device)
             yield target(run=captured(copy) if args.device == "cuda" else copy, impl="copy")
         for name, peer in peers.items():
             if pass_ not in peer.passes:
@@ -171,16 +172,6 @@ def _row(
             )
 
 
-def _copy(moved: int, device: str) -> Run:
-    source = torch.ones(moved // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def run() -> Outputs:
-        return {"copy": target.copy_(source)}
-
-    return run
-
-
 def _progress(row: Mapping[str, Any]) -> None:
     where = f"{row['op']} {row['pass']} {row['shape']}"
     print(f"{where:45} {label(row):22} {row['median_ms']:9.4f} ms {row['tbps']:8.4g} TB/s", flush=True)
@@ -189,25 +180,20 @@ def _progress(row: Mapping[str, Any]) -> None:
 def print_summary(doc: Mapping[str, Any]) -> None:
     """The short table: every comparison on a line, then means, bars and what is absent."""
     found = comparisons(doc)
-    ceiling = doc["ceilings"]["copy_tbps"]
-    print(f"\n{doc['device']}, torch {doc['torch']}, copy ceiling {ceiling:.2f} TB/s; TB/s, x: ours over the best peer")
+    print(f"\n{heading(doc)}")
     for one in found:
-        rates = "  ".join(f"{label(row)} {row['tbps']:.3g}" for row in one.rows)
-        against = one.best or one.copy
-        ratio = f"  x{one.speed(against):.2f}" if against is not None and one.ours is not None else ""
-        print(f"{one.op} {one.pass_} {size_of(one.rows[0]['params'])}: {rates}{ratio}")
+        print(f"{one.op} {one.pass_} {size_of(one.rows[0]['params'])}: {rates(one)}")
     print()
     for (op, pass_, peer), mean in geomeans(found).items():
-        print(f"geomean {op} {pass_} over {peer}: {mean:.3f} {_verdict(mean > 1)}")
+        print(f"geomean {op} {pass_} over {peer}: {mean:.3f} {verdict(mean > 1)}")
     for line in bars(found):
         print(line)
     for one in doc["absent"]:
-        what = " ".join(filter(None, (one["impl"], one["version"], one["op"], one["pass"], one["shape"])))
-        print(f"absent: {what}: {one['reason']}")
+        print(absent_line(one, "impl", "version", "op", "pass", "shape"))
 
 
 def bars(found: Sequence[Comparison]) -> Iterator[str]:
-    """One line per bar: the row that is furthest below or least above it."""
+    """The bars that this run has rows for."""
     for (op, strided), passes in BARS.items():
         for pass_, bar in passes.items():
             rows = [
@@ -217,32 +203,13 @@ def bars(found: Sequence[Comparison]) -> Iterator[str]:
             ]
             rows = [row for row in rows if ("z_stride" in row["params"]) is strided]
             if rows:
-                worst = min(rows, key=lambda row: row["tbps"])
-                gate = " strided gate" if strided else ""
-                met = sum(row["tbps"] >= bar for row in rows)
-                yield (
-                    f"bar {op} {pass_}{gate} >= {bar} TB/s: {_verdict(met == len(rows))}, {met} of {len(rows)} rows, "
-                    f"lowest {worst['tbps']:.3f} at {worst['shape']}"
-                )
+                yield rate_bar(f"{op} {pass_}{' strided gate' if strided else ''}", rows, bar)
     large = [one for one in found if one.ours is not None and one.best is not None and one.ours["bytes"] >= BAR_BYTES]
     for op, pass_ in dict.fromkeys((one.op, one.pass_) for one in large):
-        ratios = {one: one.speed(one.best) for one in large if (one.op, one.pass_) == (op, pass_) and one.best}
-        worst = min(ratios, key=lambda one: ratios[one])
-        met = sum(ratio >= BAR_OVER_PEER for ratio in ratios.values())
-        peer = label(worst.best) if worst.best else ""
-        yield (
-            f"bar {op} {pass_} >= {BAR_OVER_PEER} x best peer: {_verdict(met == len(ratios))}, {met} of {len(ratios)} "
-            f"rows, lowest {ratios[worst]:.3f} over {peer} at {worst.shape}"
-        )
-    slower = {one: 1 / one.speed(row) for one in found for row in one.rows if row["variant"] == "fast" and one.ours}
-    if slower:
-        worst = max(slower, key=lambda one: slower[one])
-        met = slower[worst] <= BAR_OVER_FAST
-        yield f"bar det <= {BAR_OVER_FAST} x fast: {_verdict(met)}, {slower[worst]:.3f} at {worst.op} {worst.shape}"
-
-
-def _verdict(met: bool) -> str:
-    return "pass" if met else "MISS"
+        yield peer_bar(f"{op} {pass_}", [one for one in large if (one.op, one.pass_) == (op, pass_)], BAR_OVER_PEER)
+    det = fast_bar(found, BAR_OVER_FAST, lambda one: f"{one.op} {one.shape}")
+    if det:
+        yield det
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from .errors import message
 
 __all__ = [
     "Comparison",
+    "Row",
     "comparisons",
     "geomeans",
     "label",
