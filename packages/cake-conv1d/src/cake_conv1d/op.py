@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cake_core.errors import check_int, check_str, message
-from cake_core.served import check_arch, check_weight_dtype, one_of, refuse_fp16
+from cake_core.served import check_arch, check_weight_dtype, heads_per_rank, one_of, refuse_fp16, trainer_option
 from cake_core.spec import Flag, OpSpec, Package, Param
 
 from . import plan
@@ -138,13 +138,13 @@ def validate(args: Any) -> None:
     for dest in ("linear_conv_bias", "conv_bias", "use_conv_bias"):
         if getattr(args, dest, None):
             wanted = "no bias: the op takes none, so a biased layer would silently lose it"
-            raise ValueError(message("conv1d", _option(dest), getattr(args, dest), wanted))
+            raise ValueError(message("conv1d", trainer_option(dest), getattr(args, dest), wanted))
     for dest in ("linear_conv_activation", "hidden_act"):
         activation = getattr(args, dest, None)
         if activation is None:
             continue
         if activation not in ACTIVATIONS:
-            raise ValueError(message("conv1d", _option(dest), repr(activation), one_of(map(repr, ACTIVATIONS))))
+            raise ValueError(message("conv1d", trainer_option(dest), repr(activation), one_of(map(repr, ACTIVATIONS))))
         break  # the convolution's own setting outranks the model's general activation
     _check_heads(args)
     refuse_fp16("conv1d", args)
@@ -152,12 +152,8 @@ def validate(args: Any) -> None:
 
 def _check_heads(args: Any) -> None:
     """The channels of one tensor-parallel rank: the q, k and v heads that it holds."""
+    heads_per_rank("conv1d", args)
     ranks = getattr(args, "tensor_model_parallel_size", None) or 1
-    heads = {dest: getattr(args, dest, None) for dest in ("linear_num_key_heads", "linear_num_value_heads")}
-    for dest, count in heads.items():
-        if count is not None and count % ranks:
-            wanted = f"a multiple of --tensor-model-parallel-size {ranks}"
-            raise ValueError(message("conv1d", _option(dest), count, wanted))
     names = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
     sizes: list[Any] = [getattr(args, dest, None) for dest in names]
     if None in sizes:
@@ -165,13 +161,9 @@ def _check_heads(args: Any) -> None:
     key_heads, key_dim, value_heads, value_dim = sizes
     channels = (2 * key_heads * key_dim + value_heads * value_dim) // ranks
     if channels < 1 or channels % CHANNEL_MULTIPLE:
-        flags = ", ".join(map(_option, names))
+        flags = ", ".join(map(trainer_option, names))
         got = f"{', '.join(map(str, sizes))} on {ranks} ranks: {channels} channels each"
         raise ValueError(message("conv1d", flags, got, f"a multiple of {CHANNEL_MULTIPLE} channels on each rank"))
-
-
-def _option(dest: str) -> str:
-    return "--" + dest.replace("_", "-")
 
 
 def _check_prebuild_dtype(weight_dtype: str) -> None:

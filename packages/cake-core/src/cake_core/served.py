@@ -14,9 +14,11 @@ __all__ = [
     "SERVED_DEVICES",
     "check_arch",
     "check_weight_dtype",
+    "heads_per_rank",
     "native_arch",
     "one_of",
     "refuse_fp16",
+    "trainer_option",
 ]
 
 # Architectures with programs of their own; every other one from sm_80 on runs the portable entry.
@@ -72,6 +74,27 @@ def refuse_fp16(op: str, args: Any) -> None:
     """Raises: ValueError when the trainer runs in FP16."""
     if getattr(args, "fp16", False):
         raise ValueError(message(op, "--fp16", True, "BF16 activations", "pass --bf16"))
+
+
+def heads_per_rank(op: str, args: Any) -> tuple[int | None, int | None]:
+    """Key and value heads of linear attention on one tensor-parallel rank; None for an absent argument.
+
+    Raises: ValueError naming the flag when the ranks do not divide its heads.
+    """
+    ranks = getattr(args, "tensor_model_parallel_size", None) or 1
+    found: list[int | None] = []
+    for dest in ("linear_num_key_heads", "linear_num_value_heads"):
+        count = getattr(args, dest, None)
+        if count is not None and count % ranks:
+            wanted = f"a multiple of --tensor-model-parallel-size {ranks}"
+            raise ValueError(message(op, trainer_option(dest), count, wanted))
+        found.append(None if count is None else count // ranks)
+    return found[0], found[1]
+
+
+def trainer_option(dest: str) -> str:
+    """The command-line spelling of a trainer's attribute, ``--linear-num-key-heads``."""
+    return "--" + dest.replace("_", "-")
 
 
 def one_of(values: Iterable[object]) -> str:

@@ -1,0 +1,1 @@
+"""Definition, budgets, shapes and routes of ``gdn``."""
