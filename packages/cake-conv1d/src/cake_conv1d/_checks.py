@@ -23,6 +23,7 @@ from cake_core.operands import (
     check_shape,
     check_tensors,
     compute_dtype,
+    host_ints,
     is_abstract,
     is_intercepted,
     place,
@@ -30,7 +31,7 @@ from cake_core.operands import (
 from cake_core.served import SERVED_DEVICES
 from torch import Tensor
 
-from .backends.operands import Documents, host_ints
+from .backends.operands import Documents
 from .op import CHANNEL_MULTIPLE, WIDTHS, check_channels, check_width
 from .plan import MAX_TOKENS, fits
 

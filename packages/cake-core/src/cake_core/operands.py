@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ __all__ = [
     "check_shape",
     "check_tensors",
     "compute_dtype",
+    "host_ints",
     "is_abstract",
     "is_intercepted",
     "place",
@@ -146,6 +148,17 @@ def check_shape(entry: str, name: str, value: Tensor, shape: Sequence[int], want
 def compute_dtype(*operands: Tensor) -> torch.dtype:
     """FP64 when an operand is, else FP32."""
     return torch.float64 if any(value.dtype == torch.float64 for value in operands) else torch.float32
+
+
+def host_ints(values: Tensor) -> tuple[int, ...]:
+    """The elements of a dense int32 or int64 tensor in host memory, row-major.
+
+    Read through the address: unlike ``tolist`` this can never wait for a device, so a guard against that has nothing
+    to forbid here.
+    """
+    kind = ctypes.c_int32 if values.dtype == torch.int32 else ctypes.c_int64
+    count = values.numel()
+    return tuple((kind * count).from_address(values.data_ptr())) if count else ()
 
 
 def is_abstract(value: Tensor) -> bool:

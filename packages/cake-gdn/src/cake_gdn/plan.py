@@ -6,7 +6,7 @@ Nothing here asks for a device: what a document is cut into depends on its own l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -28,6 +28,7 @@ __all__ = [
     "gdn_kcp_comm_bytes",
     "gdn_saved_bytes",
     "gdn_workspace_bytes",
+    "kcp_chains",
     "max_chunks",
     "tables",
 ]
@@ -116,7 +117,7 @@ def tables(offsets: tuple[int, ...], plan: str | int) -> Tables:
 
 def max_chunks(tokens: int, documents: int) -> int:
     """Chunks that ``documents`` documents of together ``tokens`` tokens have at most, whatever their lengths are."""
-    return (tokens + (CHUNK - 1) * documents) // CHUNK
+    return min(tokens, (tokens + (CHUNK - 1) * documents) // CHUNK)
 
 
 def gdn_saved_bytes(
@@ -207,12 +208,18 @@ def gdn_kcp_comm_bytes(ctx: Any, num_v_heads: int) -> dict[str, int]:
     return {name: row * sum(sent) for name, sent in counts.items()}
 
 
+def kcp_chains(chains: Sequence[Any], rank: int) -> list[Any]:
+    """The chains, of ``cake_core.kcp.StateTables``, in which a rank has a fragment."""
+    return [chain for chain in chains if any(link.rank == rank for link in chain)]
+
+
 def _kcp_saved_rows(ctx: Any, heads: int) -> int:
     """States that enter, and transfers that this rank folds in the backward."""
     from cake_core.kcp import state_tables
 
     found = state_tables(ctx, heads)
-    links = sum(link.out_row >= 0 for chain in found.chains for link in chain)
+    chains = found.chains if ctx.exchange == "a2a" else kcp_chains(found.chains, ctx.rank)
+    links = sum(link.in_row >= 0 and link.out_row >= 0 for chain in chains for link in chain)
     mine = found.heads_per_owner[ctx.rank] if ctx.exchange == "a2a" else heads
     return len(ctx.in_slots) * heads + links * mine
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 from cake_core.cpu_math import deliver, sigmoid, sum_rows
-from cake_core.operands import compute_dtype
+from cake_core.operands import compute_dtype, host_ints
 from torch import Tensor
 
-from .operands import Documents, History, Options, host_ints
+from .operands import Documents, History, Options
 
 __all__ = ["backward", "final_state", "forward", "gather", "head_forward", "head_gradient", "tail_gradient"]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-__all__ = ["OPTIONS", "Documents", "History", "Options", "host_ints"]
+__all__ = ["OPTIONS", "Documents", "History", "Options"]
 
 
 class Documents(NamedTuple):
@@ -43,14 +41,3 @@ class Options(NamedTuple):
 
 OPTIONS = tuple(tuple(Options(silu, rounded) for rounded in (False, True)) for silu in (False, True))
 """Every Options, by [silu][round_preactivation]."""
-
-
-def host_ints(values: Tensor) -> tuple[int, ...]:
-    """The elements of a dense int32 or int64 tensor in host memory, row-major.
-
-    Read through the address: unlike ``tolist`` this can never wait for a device, so a guard against that has nothing
-    to forbid here.
-    """
-    kind = ctypes.c_int32 if values.dtype == torch.int32 else ctypes.c_int64
-    count = values.numel()
-    return tuple((kind * count).from_address(values.data_ptr())) if count else ()

@@ -58,6 +58,8 @@ class _Rows(NamedTuple):
     """[n, 64] int64; behind the chunk's last token its first one."""
     exists: Tensor
     """[n, 64] bool."""
+    places: Tensor
+    """[tokens] int64: where the tokens are among the n * 64."""
 
 
 class _Tile(NamedTuple):
@@ -89,18 +91,17 @@ class _Call:
         self.key_dim, self.value_dim = x.q.shape[2], x.v.shape[2]
         self.work = _work_dtype(x)
         self.tables = plan.tables(x.docs.host, "serial" if serial or options.plan == "auto" else options.plan)
-        chunks = torch.tensor(self.tables.chunks, dtype=torch.int64, device="cpu").reshape(-1, 2)
-        self.first, self.count = chunks[:, 0], chunks[:, 1]
-        step = torch.arange(CHUNK, device="cpu")
-        self.lower = step[:, None] > step
-        self.step = step
+        self.step = torch.arange(CHUNK, device="cpu")
+        self.lower = self.step[:, None] > self.step
 
     # ------------------------------------------------------------------------------------------------ memory
 
-    def rows(self, chunks: Tensor) -> _Rows:
-        first = self.first[chunks][:, None]
-        exists = self.step < self.count[chunks][:, None]
-        return _Rows(torch.where(exists, first + self.step, first), exists)
+    def rows(self, chunks: Sequence[int]) -> _Rows:
+        table = torch.tensor([self.tables.chunks[chunk] for chunk in chunks], dtype=torch.int64, device="cpu")
+        first, counts = table[:, :1], table[:, 1:]
+        exists = self.step < counts
+        places = [self.step[: self.tables.chunks[chunk][1]] + CHUNK * i for i, chunk in enumerate(chunks)]
+        return _Rows(torch.where(exists, first + self.step, first), exists, torch.cat(places))
 
     def take(self, tensor: Tensor, rows: _Rows) -> Tensor:
         """[T, heads, d] -> [n, heads, 64, d] in the work dtype, zeros where no token is."""
@@ -111,7 +112,8 @@ class _Call:
     def put(self, tensor: Tensor | None, rows: _Rows, value: Tensor) -> None:
         """[n, heads, 64, d] to [T, heads, d]."""
         if tensor is not None:
-            tensor[rows.token[rows.exists]] = value.transpose(1, 2)[rows.exists].to(tensor.dtype)
+            found = value.transpose(1, 2).flatten(0, 1).index_select(0, rows.places)
+            tensor[rows.token.view(-1)[rows.places]] = found.to(tensor.dtype)
 
     def new(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.work, device="cpu")
@@ -130,14 +132,18 @@ class _Call:
         raw = self.take(tensor, rows)
         return raw if r is None else raw * self.take(r.unsqueeze(2), rows)
 
-    def tile(self, chunks: Tensor) -> _Tile:
+    def of_value_heads(self, of_key_heads: Tensor) -> Tensor:
+        """[n, H, ...] -> [n, HV, ...]: value head h has key head h // r."""
+        return of_key_heads.unsqueeze(2).expand(-1, -1, self.group, -1, -1).flatten(1, 2)
+
+    def tile(self, chunks: Sequence[int]) -> _Tile:
         rows = self.rows(chunks)
         decay, c, rho, gamma = self.decays(rows)
         assert self.tapes.z is not None
         return _Tile(
             rows,
-            self.keys(self.x.q, self.tapes.r_q, rows).repeat_interleave(self.group, 1),
-            self.keys(self.x.k, self.tapes.r_k, rows).repeat_interleave(self.group, 1),
+            self.of_value_heads(self.keys(self.x.q, self.tapes.r_q, rows)),
+            self.of_value_heads(self.keys(self.x.k, self.tapes.r_k, rows)),
             self.take(self.x.v, rows),
             self.take(self.x.beta.unsqueeze(2), rows),
             c,
@@ -165,9 +171,10 @@ class _Call:
         scores = products(t.q, t.k.mT).mul_(self.options.scale).mul_(t.decay)
         return scores.masked_fill_(self.lower.mT, 0.0)
 
-    def batches(self) -> Iterator[Tensor]:
+    def batches(self) -> Iterator[Sequence[int]]:
         """All chunks, as many at a time as memory should hold."""
-        yield from torch.arange(len(self.tables.chunks), device="cpu").split(self.some())
+        count, some = len(self.tables.chunks), self.some()
+        return (range(start, min(start + some, count)) for start in range(0, count, some))
 
     def some(self) -> int:
         return max(1, _MATRICES // self.heads)
@@ -180,9 +187,9 @@ class _Call:
         for start in range(0, len(ordered), self.some()):
             yield ordered[start : start + self.some()]
 
-    def at(self, run: Sequence[Segment], step: int) -> Tensor:
+    def at(self, run: Sequence[Segment], step: int) -> list[int]:
         """The chunks number ``step`` of the segments that have so many: always the first ones of a run."""
-        return torch.tensor([s.chunk + step for s in run if s.chunks > step], dtype=torch.int64, device="cpu")
+        return [segment.chunk + step for segment in run if segment.chunks > step]
 
     def state(self, states: States | None, document: int) -> Tensor:
         """[HV, K, V] of one document, in memory of its own."""
@@ -216,7 +223,7 @@ def prepare(x: Operands, options: Options) -> Tapes:
     for chunks in call.batches():
         rows = call.rows(chunks)
         k = call.keys(x.k, r_k, rows)
-        gram = products(k, k.mT).masked_fill_(~call.lower, 0.0).repeat_interleave(call.group, 1)
+        gram = call.of_value_heads(products(k, k.mT).masked_fill_(~call.lower, 0.0))
         call.put(z, rows, _solve(gram, call.take(x.beta.unsqueeze(2), rows)))
     return call.tapes._replace(z=z)
 
@@ -269,9 +276,7 @@ def _scan(call: _Call, o: Tensor | None, ends: Tensor | None, keep: bool) -> Tap
     inner = _entering(call)
     e, states = (call.tape(call.value_dim), call.state_tape()) if keep else (None, None)
     for run in call.runs(call.tables.segments):
-        state = torch.stack(
-            [call.state(call.x.entering, s.document) if s.is_first else inner[s.chunk] for s in run]
-        )
+        state = torch.stack([call.state(call.x.entering, s.document) if s.is_first else inner[s.chunk] for s in run])
         for step in range(run[0].chunks):
             chunks = call.at(run, step)
             t, active = call.tile(chunks), state[: len(chunks)]
@@ -363,8 +368,10 @@ def backward(
             given.zero_()
     begins = call.states(leaving) if needs[5] else None
     _adjoint_scan(call, do, leaving, adjoints if tail else (None, None), out[2], begins)
-    gates = [torch.zeros(t.shape, dtype=t.dtype, device="cpu") if need else None
-             for t, need in zip((x.g, x.beta), needs[3:5], strict=True)]
+    gates = [
+        torch.zeros(t.shape, dtype=t.dtype, device="cpu") if need else None
+        for t, need in zip((x.g, x.beta), needs[3:5], strict=True)
+    ]
     if tail:
         for chunks in call.batches():
             _Tail(call, chunks, do, adjoints).deliver(out[0], out[1], *gates)
@@ -445,14 +452,14 @@ class _Tail:
     The decay of the diagonal is 1: it has no gate gradient, and none is added. Sums of dg are FP64.
     """
 
-    def __init__(self, call: _Call, chunks: Tensor, do: Tensor, adjoints: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, call: _Call, chunks: Sequence[int], do: Tensor, adjoints: tuple[Tensor, Tensor]) -> None:
         tapes = call.tapes
         assert tapes.e is not None
         assert tapes.states is not None
         self.call, self.t = call, call.tile(chunks)
         t, scale = self.t, call.options.scale
         do, e, error = (call.take(x, t.rows) for x in (do, tapes.e, adjoints[0]))
-        state, behind = tapes.states[chunks], adjoints[1][chunks]
+        state, behind = (x[slice(chunks[0], chunks[-1] + 1)] for x in (tapes.states, adjoints[1]))
         f_o, f_e = products(do, e.mT), products(error, e.mT)
         scores = (f_o * t.b.mT).mul_(scale).mul_(t.decay).masked_fill_(call.lower.T, 0.0)
         correction = (f_e * t.b).mul_(t.b.mT).neg_().masked_fill_(~call.lower, 0.0)

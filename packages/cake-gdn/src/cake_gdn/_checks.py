@@ -1,0 +1,258 @@
+"""Operand checks of ``gdn``, shared by all backends. Read no device memory; offsets in host memory are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from cake_core.device import device_of
+from cake_core.errors import check_float, check_str, message
+from cake_core.kcp.partition import host_offsets
+from cake_core.operands import (
+    check_dtype,
+    check_plain,
+    check_same_device,
+    check_shape,
+    check_tensors,
+    host_ints,
+    is_abstract,
+    is_intercepted,
+    place,
+)
+from torch import Tensor
+
+from .backends.operands import NO_TAPES, Documents
+from .kcp import Crossing
+from .op import HEAD_DIM, SERVED_DEVICES
+from .plan import CHUNK, MAX_TOKENS, SAVES, check_plan
+from .saved import GdnSaved, Kept, Record
+
+__all__ = [
+    "check_backward",
+    "check_flags",
+    "check_is_saved",
+    "check_layout_names",
+    "check_no_final_gradient",
+    "check_no_state",
+    "check_operands",
+    "check_options",
+    "check_save",
+    "check_saved",
+]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_OFFSETS = (torch.int32, torch.int64)
+
+
+def check_flags(entry: str, **flags: Any) -> None:
+    """Raises: TypeError for anything but a bool."""
+    for name, value in flags.items():
+        if value is not True and value is not False:
+            raise TypeError(message(entry, name, f"{value!r} ({type(value).__name__})", "True or False"))
+
+
+def check_options(entry: str, scale: Any, plan: Any) -> float:
+    """The scale. Raises: TypeError, ValueError."""
+    check_plan(plan, entry=entry)
+    return HEAD_DIM**-0.5 if scale is None else check_float(scale, "scale", entry=entry)
+
+
+def check_save(save: Any, *, entry: str) -> None:
+    """Raises: TypeError, ValueError."""
+    check_str(save, "save", entry=entry, choices=SAVES)
+
+
+def check_layout_names(entry: str, chunk_size: Any, head_first: Any, transpose_state_layout: Any) -> None:
+    """What callers of flash-linear-attention may pass. Raises: ValueError for what is not served."""
+    if isinstance(chunk_size, bool) or chunk_size != CHUNK:
+        raise ValueError(message(entry, "chunk_size", repr(chunk_size), f"{CHUNK}"))
+    if head_first is not False:
+        raise ValueError(message(entry, "head_first", repr(head_first), "False", "pass [B, T, heads, 128]"))
+    if transpose_state_layout is not None:
+        got = repr(transpose_state_layout)
+        raise ValueError(message(entry, "transpose_state_layout", got, "None", "state_v_first=True"))
+
+
+def check_no_state(entry: str, initial_state: Any, output_final_state: bool) -> None:
+    """Raises: ValueError for what a call under a context cannot have: its documents are in the batch as a whole."""
+    if initial_state is not None:
+        raise ValueError(message(entry, "initial_state", "given with a cp_context", "None"))
+    if output_final_state:
+        raise ValueError(message(entry, "output_final_state", "True with a cp_context", "False"))
+
+
+def check_operands(
+    entry: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    initial_state: Any,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    crossing: Crossing | None,
+    **gate: Any,
+) -> Documents:
+    """Check the operands of a forward and return its documents; ``gate`` are A_log and dt_bias where they are given.
+
+    Raises: TypeError, ValueError, NotImplementedError, RuntimeError as the public functions document.
+    """
+    operands = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    operands |= _present(initial_state=initial_state, cu_seqlens=cu_seqlens, **gate)
+    kind = place(entry, **operands)
+    if kind == "cuda":
+        raise NotImplementedError(message(entry, "q", f"on {q.device}", SERVED_DEVICES))
+    check_dtype(entry, "q", q, _DTYPES, kind)
+    for name, value in (("k", k), ("v", v)):
+        if value.dtype != q.dtype:
+            raise ValueError(message(entry, name, str(value.dtype), f"{q.dtype}, the dtype of q"))
+    for name in ("g", "beta", "initial_state", *gate):
+        if name in operands:
+            check_dtype(entry, name, operands[name], _DTYPES, kind)
+    _check_shapes(entry, **{name: operands[name] for name in ("q", "k", "v", "g", "beta")})
+    for name in gate:
+        check_shape(entry, name, operands[name], v.shape[2:3], "[HV],") if name in operands else None
+    docs = _documents(entry, q, cu_seqlens, cu_seqlens_cpu, crossing)
+    if initial_state is not None:
+        _check_state(entry, "initial_state", initial_state, docs, v.shape[2])
+    return docs
+
+
+def check_backward(entry: str, q: Tensor, v: Tensor, docs: Documents, do: Any, dht: Any) -> None:
+    """Check the gradients of a backward whose other operands are checked. Raises as ``check_operands``."""
+    grads = _present(do=do, dht=dht)
+    check_tensors(entry, **grads)
+    check_same_device(entry, q=q, **grads)
+    check_plain(entry, q=q, **grads)
+    for name, value in grads.items():
+        if not value.dtype.is_floating_point:
+            raise ValueError(message(entry, name, str(value.dtype), "a floating-point dtype"))
+    if do is not None:
+        check_shape(entry, "do", do, v.shape, "the shape of v,")
+    if dht is not None:
+        _check_state(entry, "dht", dht, docs, v.shape[2])
+
+
+def check_saved(entry: str, saved: Any, now: Record) -> Kept:
+    """The tensors of a saved set of this very call; without one there are none. Raises: TypeError, ValueError."""
+    if saved is None:
+        return Kept(NO_TAPES, None, None)
+    saved.check(now, entry=entry)
+    return saved.kept
+
+
+def check_no_final_gradient(entry: str, dht: Any) -> None:
+    """Raises: ValueError for the gradient of a final state that a call under a context does not have."""
+    if dht is not None:
+        raise ValueError(message(entry, "dht", "given with a cp_context", "None"))
+
+
+def check_is_saved(entry: str, saved: Any) -> None:
+    """Raises: TypeError for what is no saved set."""
+    if saved is not None and not isinstance(saved, GdnSaved):
+        wanted = "what chunk_gated_delta_rule_fwd returned, or None"
+        raise TypeError(message(entry, "saved", type(saved).__name__, wanted))
+
+
+def _present(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_shapes(entry: str, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    for name, value, wanted in (("q", q, "[B, T, H, 128]"), ("v", v, "[B, T, HV, 128]")):
+        if value.dim() != 4 or value.shape[3] != HEAD_DIM:
+            raise ValueError(message(entry, name, f"of shape {tuple(value.shape)}", wanted))
+    check_shape(entry, "k", k, q.shape, "the shape of q,")
+    if v.shape[:2] != q.shape[:2]:
+        got, wanted = f"of shape {tuple(v.shape)}", f"[B, T, HV, 128] with the B, T of q, {tuple(q.shape[:2])}"
+        raise ValueError(message(entry, "v", got, wanted))
+    heads, value_heads = int(q.shape[2]), int(v.shape[2])  # a traced graph serves one number of heads
+    if heads < 1:
+        raise ValueError(message(entry, "q", f"of {heads} heads", "at least one head"))
+    if value_heads < 1 or value_heads % heads:
+        raise ValueError(message(entry, "v", f"of {value_heads} heads", f"a multiple of the {heads} heads of q"))
+    for name, value in (("g", g), ("beta", beta)):
+        check_shape(entry, name, value, v.shape[:3], "[B, T, HV],")
+    if not is_abstract(q) and q.shape[0] * q.shape[1] > MAX_TOKENS:
+        raise ValueError(message(entry, "q", f"of {q.shape[0] * q.shape[1]} tokens", f"at most {MAX_TOKENS}"))
+
+
+def _check_state(entry: str, name: str, state: Tensor, docs: Documents, heads: int) -> None:
+    shape = (docs.count, heads, HEAD_DIM, HEAD_DIM)
+    check_shape(entry, name, state, shape, "[documents, HV, 128, 128],")
+
+
+def _documents(entry: str, q: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any, crossing: Crossing | None) -> Documents:
+    """The documents of q: a context's, or those of the offsets, or one per batch row."""
+    batch, length = q.shape[:2]
+    known = _device_offsets(entry, q, cu_seqlens)
+    host = None if cu_seqlens_cpu is None else _host_offsets(entry, cu_seqlens_cpu)
+    if (cu_seqlens is not None or host is not None) and batch != 1:
+        name = "cu_seqlens_cpu" if cu_seqlens is None else "cu_seqlens"
+        got, remedy = f"given with q of batch size {batch}", "pack the documents into one row"
+        raise ValueError(message(entry, name, got, "a batch size of 1", remedy))
+    if host is not None:
+        if cu_seqlens is not None and len(cu_seqlens) != len(host):
+            wanted = f"the {len(cu_seqlens)} of cu_seqlens"
+            raise ValueError(message(entry, "cu_seqlens_cpu", f"of {len(host)} offsets", wanted))
+        if known is not None and known != host:
+            at = next(n for n, (a, b) in enumerate(zip(known, host, strict=True)) if a != b)
+            raise ValueError(message(entry, f"cu_seqlens_cpu[{at}]", host[at], f"{known[at]}, as in cu_seqlens"))
+    if crossing is not None:
+        _check_context(entry, q, crossing, host if known is None else known)
+        return crossing.docs()
+    for name, offsets in (("cu_seqlens", known), ("cu_seqlens_cpu", host)):
+        if offsets is not None and offsets[-1] > length:
+            last = len(offsets) - 1
+            raise ValueError(message(entry, f"{name}[{last}]", offsets[-1], f"at most {length}, the tokens of q"))
+    if cu_seqlens is not None:
+        return Documents(cu_seqlens, len(cu_seqlens) - 1, 0, known if host is None else host)
+    if host is not None:
+        return Documents(None, len(host) - 1, 0, host)
+    equal = None if is_abstract(q) else tuple(range(0, batch * length + 1, length)) if length else (0,) * (batch + 1)
+    return Documents(None, batch, length, equal)
+
+
+def _device_offsets(entry: str, q: Tensor, cu_seqlens: Any) -> tuple[int, ...] | None:
+    """The contents of ``cu_seqlens`` where they are in host memory."""
+    if cu_seqlens is None:
+        return None
+    name = "cu_seqlens"
+    if cu_seqlens.dim() != 1:
+        raise ValueError(message(entry, name, f"of shape {tuple(cu_seqlens.shape)}", "one dimension, [N + 1]"))
+    if cu_seqlens.dtype not in _OFFSETS:
+        raise ValueError(message(entry, name, str(cu_seqlens.dtype), "torch.int32 or torch.int64"))
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(message(entry, name, f"of {cu_seqlens.shape[0]} offsets", "at least 2"))
+    if is_abstract(q) or is_intercepted(cu_seqlens) or not cu_seqlens.is_cpu:
+        return None
+    return host_offsets(host_ints(cu_seqlens.contiguous()), name, entry=entry)
+
+
+def _host_offsets(entry: str, cu_seqlens_cpu: Any) -> tuple[int, ...]:
+    name = "cu_seqlens_cpu"
+    if isinstance(cu_seqlens_cpu, Tensor) and cu_seqlens_cpu.is_cpu and cu_seqlens_cpu.dtype in _OFFSETS:
+        if cu_seqlens_cpu.dim() != 1:
+            got = f"of shape {tuple(cu_seqlens_cpu.shape)}"
+            raise ValueError(message(entry, name, got, "one dimension, [N + 1]"))
+        cu_seqlens_cpu = host_ints(cu_seqlens_cpu.contiguous())
+    return host_offsets(cu_seqlens_cpu, name, entry=entry)
+
+
+def _check_context(entry: str, q: Tensor, crossing: Crossing, offsets: Sequence[int] | None) -> None:
+    ctx = crossing.ctx
+    where = device_of(q)
+    if (ctx.device.type, ctx.device.index) != where:
+        got = where[0] if where[1] is None else f"{where[0]}:{where[1]}"
+        raise ValueError(message(entry, "q", f"on {got}", f"the device of cp_context, {ctx.device}"))
+    if q.shape[0] != 1:
+        raise ValueError(message(entry, "q", f"of batch size {q.shape[0]}", "a batch size of 1 with a cp_context"))
+    if q.shape[1] != ctx.T_r:
+        wanted = f"the {ctx.T_r} tokens of this rank in cp_context (T_r)"
+        raise ValueError(message(entry, "q", f"of {q.shape[1]} tokens", wanted))
+    of_batch = None if ctx.partition is None else ctx.partition.cu_seqlens
+    if offsets is not None and tuple(offsets) not in (ctx.cu_seqlens_local_cpu, of_batch):
+        got, wanted = f"{list(offsets)} with a cp_context", f"None, or its own {list(ctx.cu_seqlens_local_cpu)}"
+        raise ValueError(message(entry, "cu_seqlens", got, wanted))
