@@ -39,8 +39,9 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         call: Call = ctx.call
         do, dht = grads if len(grads) == 2 else (grads[0], None)
         variants.settle("gdn", call.options.variant)
-        *inputs, cu = ctx.saved_tensors[:7]
-        kept = Kept.of(ctx.saved_tensors[7:])
+        saved = ctx.saved_tensors  # a checkpoint unpacks them once
+        *inputs, cu = saved[:7]
+        kept = Kept.of(saved[7:])
         call = call._replace(docs=call.docs._replace(cu=cu))
         needs = ctx.needs_input_grad[:6]
         found = first_order("gdn", (*inputs, do, dht), lambda: _calls.backward(call, inputs, do, dht, kept, needs))
