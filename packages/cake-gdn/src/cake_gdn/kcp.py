@@ -127,7 +127,7 @@ def _enter_by_owners(ctx: KcpContext, backend: Any, summaries: Tensor) -> tuple[
     mine = tables.heads_per_owner[ctx.rank]
     maps = _from_ranks(rows, tables.c1_recv, (mine, *summaries.shape[2:]))
     home = [rows.new_zeros((count // mine if mine else 0, mine, *summaries.shape[3:])) for count in tables.c2_send]
-    transfers = _fold_forward(tables.chains, maps, home, backend)
+    transfers = _fold_forward(tables.chains if mine else (), maps, home, backend)
     rows, work = exchange_rows(ctx, _flat(home), tables.c2_send, tables.c2_recv)
     work.wait()
     return _from_owners(rows, tables.heads_per_owner, len(ctx.in_slots)), transfers(mine)
@@ -190,7 +190,7 @@ def _leave_by_owners(ctx: KcpContext, backend: Any, own: Tensor, transfers: Tens
     mine = tables.heads_per_owner[ctx.rank]
     offsets = _from_ranks(rows, tables.b1_recv, (mine, *own.shape[2:]))
     home = [rows.new_zeros((count // mine if mine else 0, mine, *own.shape[2:])) for count in tables.b2_send]
-    _fold_backward(tables.chains, offsets, transfers, home, backend)
+    _fold_backward(tables.chains if mine else (), offsets, transfers, home, backend)
     rows, work = exchange_rows(ctx, _flat(home), tables.b2_send, tables.b2_recv)
     work.wait()
     return _from_owners(rows, tables.heads_per_owner, len(ctx.out_slots))

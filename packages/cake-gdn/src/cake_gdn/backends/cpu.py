@@ -202,7 +202,7 @@ class _Call:
         """[N, HV, K, V] of all documents, in memory of its own."""
         shape = (self.x.docs.count, self.heads, self.key_dim, self.value_dim)
         if states is None or states.table is None:
-            return self.new(*shape) if states is None else states.rows.to(self.work, copy=True)
+            return self.new(*shape) if states is None else self.new(*shape).copy_(states.rows)
         return torch.stack([self.state(states, n) for n in range(shape[0])]) if shape[0] else self.new(*shape)
 
 
@@ -230,7 +230,7 @@ def prepare(x: Operands, options: Options) -> Tapes:
 
 def _inverse_norms(t: Tensor) -> Tensor:
     """[T, H]: 1 / sqrt(sum of squares + 1e-6) of [T, H, K]."""
-    squares = row_sum((t * t).view(-1, t.shape[2])) if t.numel() else t.new_zeros(t.shape[:2])
+    squares = row_sum((t * t).reshape(-1, t.shape[2])) if t.numel() else t.new_zeros(t.shape[:2])
     return (1.0 / (squares + _EPS).sqrt()).view(t.shape[:2])
 
 
