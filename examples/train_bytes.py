@@ -11,6 +11,11 @@ Cake's ops have the same bits with any number of threads; whether torch's produc
 With ``--conv``, q, k and v first pass ``causal_conv1d``, as in front of a linear attention: three earlier bytes and the
 current one, weighted channel by channel, then SiLU. Each file, or the part of it in a window, is then a document:
 neither convolution nor attention reads across a boundary, so moving one boundary changes the SHA-256.
+
+With ``--layers gdn,gdn,gdn,attention`` the model is a hybrid: a block named gdn mixes its tokens with a gated delta
+rule (``chunk_gated_delta_rule``) behind a short convolution of q, k and v, its decay and beta come from the same fused
+projection, and its output is normalised and gated head by head. Instead of all earlier bytes it keeps one 128 x 128
+matrix a head. Files are documents as with ``--conv``.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,12 +43,16 @@ import torch
 import torch.nn.functional as F
 from cake_conv1d import causal_conv1d
 from cake_core import configure
+from cake_core.device import device_arch
+from cake_gdn import chunk_gated_delta_rule, is_supported, packed_qkv_views
 from cake_norms.gated_rmsnorm import rmsnorm_silu_gate
 from cake_norms.rmsnorm import ZeroCenteredRMSNorm
 from torch import Tensor, nn
 
 WIDTH, HEAD_DIM, LAYERS, CONTEXT, BATCH, TAPS = 128, 64, 4, 256, 4, 4
-END = 0  # with --conv: the byte between two documents
+KEY_HEADS, VALUE_HEADS, STATE_DIM = 1, 2, 128  # of a gdn block; two value heads share q and k
+MIXERS = ("attention", "gdn")
+END = 0  # with --conv or a gdn block: the byte between two documents
 LEARNING_RATE, WARMUP = 4e-3, 30
 HELD_OUT_SHARE = 16  # one file in 16 is never trained on
 
@@ -113,6 +122,7 @@ class Attention(nn.Module):
 
     def __init__(self, conv: bool) -> None:
         super().__init__()
+        self.conv = conv
         self.project = nn.Linear(WIDTH, 4 * WIDTH, bias=False)  # [q | k | v | gate]
         self.norm_weight = nn.Parameter(torch.ones(HEAD_DIM))
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -121,7 +131,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, docs: Documents | None) -> Tensor:
         qkv, gate = self.project(x).split((3 * WIDTH, WIDTH), dim=-1)  # views
-        if docs is not None:  # the rows laid back to back are read in place, a slice of the projection
+        if self.conv and docs is not None:  # the rows laid back to back are read in place, a slice of the projection
             qkv = causal_conv1d(qkv.flatten(0, 1), self.taps, docs.cu_seqlens).view_as(qkv)
         q, k, v = qkv.unflatten(-1, (3, -1, HEAD_DIM)).unbind(2)  # [batch, length, heads, HEAD_DIM] views
         q, k, v = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
@@ -138,13 +148,60 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) with a squared ReLU."""
+class GatedDelta(nn.Module):
+    """The gated delta rule: a state S [128, 128] a head decays by exp(g), then learns v for the key k, and q reads it.
 
-    def __init__(self, conv: bool) -> None:
+    q, k and v pass a short convolution over time; the norms of q and k are the op's. Output rows are normalised and
+    gated like those of attention."""
+
+    SIZES = (
+        (2 * KEY_HEADS + VALUE_HEADS) * STATE_DIM,  # q, k, v
+        VALUE_HEADS * STATE_DIM,  # gate
+        VALUE_HEADS,  # beta
+        VALUE_HEADS,  # decay
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, sum(self.SIZES), bias=False)
+        self.taps = nn.Parameter(torch.empty(self.SIZES[0], TAPS))
+        self.norm_weight = nn.Parameter(torch.ones(STATE_DIM))
+        self.out = nn.Linear(VALUE_HEADS * STATE_DIM, WIDTH, bias=False)
+        # g = -A softplus(a + bias): A in (1, 16), softplus(bias) in (0.001, 0.1), both as in Mamba-2.
+        self.A_log = nn.Parameter(torch.empty(VALUE_HEADS).uniform_(1, 16).log())
+        step = torch.empty(VALUE_HEADS).uniform_(math.log(0.001), math.log(0.1)).exp()
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, docs: Documents | None) -> Tensor:
+        assert docs is not None
+        qkv, gate, beta, decay = self.project(x).flatten(0, 1)[None].split(self.SIZES, dim=-1)  # views [1, tokens, .]
+        qkv = causal_conv1d(qkv, self.taps, docs.cu_seqlens)
+        q, k, v = packed_qkv_views(qkv, num_qk_heads=KEY_HEADS, num_v_heads=VALUE_HEADS)
+        y, _ = chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            decay,
+            beta,
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            use_gate_in_kernel=True,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            cu_seqlens=docs.cu_seqlens,
+            plan="serial",  # a document's bits are then its own, whatever else is in the batch
+        )
+        y = rmsnorm_silu_gate(y[0], gate[0].unflatten(-1, (-1, STATE_DIM)), self.norm_weight)
+        return self.out(y.flatten(-2).view(*x.shape[:-1], -1))
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) with a squared ReLU. The mixer is attention or a gated delta rule."""
+
+    def __init__(self, conv: bool, mixer: str) -> None:
         super().__init__()
         self.attention_norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
-        self.attention = Attention(conv)
+        self.attention = GatedDelta() if mixer == "gdn" else Attention(conv)
         self.mlp_norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
         self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
@@ -160,18 +217,19 @@ class ByteModel(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, dtype: torch.dtype, conv: bool) -> None:
+    def __init__(self, dtype: torch.dtype, conv: bool, mixers: Sequence[str] = ()) -> None:
         super().__init__()
-        self.dtype, self.conv = dtype, conv
+        mixers = mixers or ("attention",) * LAYERS
+        self.dtype, self.reads_documents = dtype, conv or "gdn" in mixers
         self.embed = nn.Embedding(256, WIDTH)
-        self.blocks = nn.ModuleList(Block(conv) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(conv, mixer) for mixer in mixers)
         self.norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
         self.head = nn.Linear(WIDTH, 256, bias=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 residual = name.endswith(("out.weight", "down.weight"))
                 std = 1.0 if weight is self.embed.weight else weight.shape[1] ** -0.5
-                nn.init.normal_(weight, std=std / math.sqrt(2 * LAYERS) if residual else std)
+                nn.init.normal_(weight, std=std / math.sqrt(2 * len(mixers)) if residual else std)
         nn.init.zeros_(self.head.weight)
         rate = 1000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         angle = torch.arange(CONTEXT)[:, None, None] * rate
@@ -179,7 +237,7 @@ class ByteModel(nn.Module):
         self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        docs = documents(tokens) if self.conv else None
+        docs = documents(tokens) if self.reads_documents else None
         # Cake's ops cast nothing: under autocast they take the stream in the dtype of the products.
         with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype != torch.float32):
             x = self.embed(tokens).to(self.dtype)
@@ -323,11 +381,21 @@ def plot(history: History, title: str, path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- command line
 
 
+def layers(text: str) -> tuple[str, ...]:
+    """The mixers of a comma-separated list."""
+    found = tuple(text.split(","))
+    for mixer in found:
+        if mixer not in MIXERS:
+            raise argparse.ArgumentTypeError(f"{mixer!r} is no block; needs {' or '.join(MIXERS)}, separated by commas")
+    return found
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0], allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=900, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--variant", choices=("det", "fast"), default="det", help="of Cake's ops (default: det)")
     parser.add_argument("--conv", action="store_true", help="short convolution of q, k and v, each file a document")
+    parser.add_argument("--layers", type=layers, metavar="LIST", help="blocks, as in gdn,gdn,gdn,attention")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--text", type=Path, metavar="PATH", help="a file or folder instead of the standard library")
     parser.add_argument("--plot", type=Path, metavar="SVG", help="write the loss curve")
@@ -340,6 +408,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} is {getattr(args, name)}; needs {low} to {high}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda; needs a CUDA device that torch can use (run without it on the CPU)")
+    if args.device == "cuda" and "gdn" in (args.layers or ()):
+        arch = device_arch()
+        if not is_supported(KEY_HEADS, VALUE_HEADS, arch=arch):
+            parser.error(f"--layers has gdn, which has no kernels for {arch}; needs --device cpu")
     if args.text is not None and not args.text.exists():
         parser.error(f"--text is {args.text}; needs an existing file or folder")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -364,19 +436,23 @@ def main(argv: list[str] | None = None) -> int:
         cake_rmsnorm_variant=args.variant,
         cake_gated_rmsnorm_variant=args.variant,
         cake_conv1d_variant=args.variant,
+        cake_gdn_variant=args.variant,
     )
     try:
-        parts = read_text(args.text, bytes([END]) if args.conv else b"\n")
+        by_file = args.conv or "gdn" in (args.layers or ())
+        parts = read_text(args.text, bytes([END]) if by_file else b"\n")
         text, held = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
     except (OSError, ValueError) as error:
         print(f"train_bytes: {error}", file=sys.stderr)
         return 1
     device = torch.device(args.device)
-    model = ByteModel(torch.bfloat16 if args.device == "cuda" else torch.float32, args.conv).to(device)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    model = ByteModel(dtype, args.conv, args.layers or ()).to(device)
     size = sum(weight.numel() for weight in model.parameters())
     source = "the Python standard library" if args.text is None else args.text.resolve().name
     threads = f"{args.threads} thread{'s' * (args.threads > 1)}"
     variant = f"{args.variant}, conv" if args.conv else args.variant
+    variant += f", {','.join(args.layers)}" if args.layers else ""
     print(f"{size / 1e6:.2f} M parameters, {variant}, {args.device}, {threads}, seed {args.seed}")
     print(f"{source}: {text.numel():,} bytes to train on, {held.numel():,} held out")
     with progress(args.steps) as report:
@@ -391,6 +467,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"weights sha256 ({threads}): {weights_sha256(model)}")
     if args.plot is not None:
         ops = "norms and convolution" if args.conv else "norms"
+        ops = "norms, convolution and gated delta rule" if "gdn" in (args.layers or ()) else ops
         plot(history, f"{size / 1e6:.1f} M byte model with Cake {ops} on {source}", args.plot)
         print(f"plot: {args.plot}")
     if args.save is not None:

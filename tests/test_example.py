@@ -61,7 +61,7 @@ def sha256(output: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("options", [(), ("--conv",)], ids=["norms", "conv"])
+@pytest.mark.parametrize("options", [(), ("--conv",), ("--layers", "gdn,attention")], ids=["norms", "conv", "gdn"])
 def test_two_det_runs_end_with_the_same_weights_and_another_seed_does_not(
     example: ModuleType, text: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,11 +75,11 @@ def test_two_det_runs_end_with_the_same_weights_and_another_seed_does_not(
 @pytest.mark.parametrize("variant", ["det", "fast"])
 def test_the_variant_reaches_every_op(example: ModuleType, text: Path, variant: str) -> None:
     assert example.main([*SHORT, "--text", str(text), "--variant", variant]) == 0
-    assert {config.variant(op) for op in ("rmsnorm", "gated_rmsnorm", "conv1d")} == {variant}
+    assert {config.variant(op) for op in ("rmsnorm", "gated_rmsnorm", "conv1d", "gdn")} == {variant}
     assert torch.are_deterministic_algorithms_enabled() == (variant == "det")
 
 
-@pytest.mark.parametrize("options", [(), ("--conv",)], ids=["norms", "conv"])
+@pytest.mark.parametrize("options", [(), ("--conv",), ("--layers", "gdn,attention")], ids=["norms", "conv", "gdn"])
 def test_a_learnable_text_is_learned(
     example: ModuleType, text: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,3 +353,71 @@ def test_too_little_text_is_an_error_without_a_traceback(
     (tmp_path / "note.txt").write_text("short")
     assert example.main([*SHORT, "--text", str(tmp_path / "note.txt")]) == 1
     assert "5 training and 0 held-out bytes; needs 33" in capsys.readouterr().err
+
+
+# --layers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hybrid(example: ModuleType) -> nn.Module:
+    """A gated delta rule behind attention, with a head that tells its inputs apart."""
+    torch.manual_seed(0)
+    model = example.ByteModel(torch.float32, False, ("attention", "gdn"))
+    nn.init.normal_(model.head.weight, std=0.1)
+    return model
+
+
+def test_with_gdn_a_fresh_process_ends_with_the_same_weights(
+    example: ModuleType, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--layers", "gdn,gdn,attention", "--steps", "2", "--threads", "1", "--text", str(text)]
+    arguments = [sys.executable, "-c", FRESH, str(ROOT / "examples"), *options]
+    runs = [subprocess.run(arguments, check=True, capture_output=True, text=True).stdout for _ in range(2)]
+    assert sha256(runs[0]) == sha256(runs[1])
+    assert "det, gdn,gdn,attention, cpu" in runs[0]
+    assert example.main(["--layers", "attention", *options[2:]]) == 0
+    assert sha256(capsys.readouterr().out) != sha256(runs[0])
+
+
+@pytest.mark.parametrize(("row", "begin"), [(0, 0), (0, 11), (1, 20)])
+def test_with_gdn_a_document_has_the_bits_that_it_has_alone(
+    example: ModuleType, hybrid: nn.Module, row: int, begin: int
+) -> None:
+    """Bytes of other documents change neither its logits nor what its loss does to its own embeddings."""
+    tokens = torch.randint(1, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    tokens[0, 10], tokens[1, 19] = example.END, example.END
+    other = tokens.clone()
+    end = 10 if (row, begin) == (0, 0) else 32
+    changed = torch.ones_like(tokens, dtype=torch.bool)
+    changed[row, begin:end] = False
+    other[changed & (tokens != example.END)] = 7
+    logits = [hybrid(t)[row, begin:end] for t in (tokens, other)]
+    assert torch.equal(*logits)
+    assert not torch.equal(hybrid(tokens)[row, begin:end], hybrid(tokens.roll(1, 1))[row, begin:end])
+
+
+def test_every_weight_of_a_gdn_block_is_trained(example: ModuleType, hybrid: nn.Module) -> None:
+    tokens = torch.randint(1, 256, (2, 32), generator=torch.Generator().manual_seed(1))
+    example.bits(hybrid, tokens, tokens.roll(-1, 1)).backward()
+    for name, weight in hybrid.blocks[1].attention.named_parameters():
+        assert weight.grad is not None, name
+        assert bool(weight.grad.any()), name
+
+
+@pytest.mark.parametrize("given", ["gdn,mamba", "", "gdn,"])
+def test_blocks_that_do_not_exist_are_refused(
+    example: ModuleType, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        example.main([*SHORT, "--layers", given])
+    assert "is no block; needs attention or gdn" in capsys.readouterr().err
+
+
+def test_gdn_is_refused_on_a_device_that_it_has_no_kernels_for(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(example, "device_arch", lambda: "sm_80")
+    with pytest.raises(SystemExit):
+        example.main([*SHORT, "--device", "cuda", "--layers", "gdn"])
+    assert "--layers has gdn, which has no kernels for sm_80" in capsys.readouterr().err
