@@ -16,7 +16,17 @@ from .. import api
 from . import oracle
 from .budgets import BUDGETS, dg_budgets
 
-__all__ = ["DTYPES", "OPERANDS", "Step", "assert_accurate", "assert_same_step", "gate", "make_step", "offsets"]
+__all__ = [
+    "DTYPES",
+    "OPERANDS",
+    "Step",
+    "assert_accurate",
+    "assert_same_step",
+    "frozen_run",
+    "gate",
+    "make_step",
+    "offsets",
+]
 
 Outputs = dict[str, Tensor]
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
@@ -233,3 +243,9 @@ def assert_same_step(
         raise AssertionError(f"{where}: outputs {list(got)} instead of {list(want)}")
     for name in want if names is None else names:
         assert_same_bits(got[name], want[name], f"{where}: {name}")
+
+
+def frozen_run() -> Outputs:
+    """One run for a fresh process: the bits that this one has."""
+    torch.set_num_threads(1)
+    return make_step((130, 65), (1, 2), state=True).run()
