@@ -1,27 +1,23 @@
-"""Operand checks of ``gdn``, shared by all backends. Read no device memory; offsets in host memory are checked."""
+"""Operand checks of ``gdn``, shared by all backends. Read no device memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from cake_core.device import device_of
 from cake_core.errors import check_float, check_str, message
-from cake_core.kcp.partition import host_offsets
 from cake_core.operands import (
     check_dtype,
     check_plain,
     check_same_device,
     check_shape,
     check_tensors,
-    host_ints,
     is_abstract,
-    is_intercepted,
     place,
 )
 from torch import Tensor
 
+from ._documents import find_documents
 from .backends.operands import NO_TAPES, Documents
 from .kcp import Crossing
 from .op import HEAD_DIM, SERVED_DEVICES
@@ -42,7 +38,6 @@ __all__ = [
 ]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_OFFSETS = (torch.int32, torch.int64)
 
 
 def check_flags(entry: str, **flags: Any) -> None:
@@ -114,7 +109,7 @@ def check_operands(
     _check_shapes(entry, **{name: operands[name] for name in ("q", "k", "v", "g", "beta")})
     for name in gate:
         check_shape(entry, name, operands[name], v.shape[2:3], "[HV],") if name in operands else None
-    docs = _documents(entry, q, cu_seqlens, cu_seqlens_cpu, crossing)
+    docs = find_documents(entry, q, cu_seqlens, cu_seqlens_cpu, crossing)
     if initial_state is not None:
         _check_state(entry, "initial_state", initial_state, docs, v.shape[2])
     return docs
@@ -182,77 +177,3 @@ def _check_shapes(entry: str, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, bet
 def _check_state(entry: str, name: str, state: Tensor, docs: Documents, heads: int) -> None:
     shape = (docs.count, heads, HEAD_DIM, HEAD_DIM)
     check_shape(entry, name, state, shape, "[documents, HV, 128, 128],")
-
-
-def _documents(entry: str, q: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any, crossing: Crossing | None) -> Documents:
-    """The documents of q: a context's, or those of the offsets, or one per batch row."""
-    batch, length = q.shape[:2]
-    known = _device_offsets(entry, q, cu_seqlens)
-    host = None if cu_seqlens_cpu is None else _host_offsets(entry, cu_seqlens_cpu)
-    if (cu_seqlens is not None or host is not None) and batch != 1:
-        name = "cu_seqlens_cpu" if cu_seqlens is None else "cu_seqlens"
-        got, remedy = f"given with q of batch size {batch}", "pack the documents into one row"
-        raise ValueError(message(entry, name, got, "a batch size of 1", remedy))
-    if host is not None:
-        if cu_seqlens is not None and len(cu_seqlens) != len(host):
-            wanted = f"the {len(cu_seqlens)} of cu_seqlens"
-            raise ValueError(message(entry, "cu_seqlens_cpu", f"of {len(host)} offsets", wanted))
-        if known is not None and known != host:
-            at = next(n for n, (a, b) in enumerate(zip(known, host, strict=True)) if a != b)
-            raise ValueError(message(entry, f"cu_seqlens_cpu[{at}]", host[at], f"{known[at]}, as in cu_seqlens"))
-    if crossing is not None:
-        _check_context(entry, q, crossing, host if known is None else known)
-        return crossing.docs()
-    for name, offsets in (("cu_seqlens", known), ("cu_seqlens_cpu", host)):
-        if offsets is not None and offsets[-1] > length:
-            last = len(offsets) - 1
-            raise ValueError(message(entry, f"{name}[{last}]", offsets[-1], f"at most {length}, the tokens of q"))
-    if cu_seqlens is not None:
-        return Documents(cu_seqlens, len(cu_seqlens) - 1, 0, known if host is None else host)
-    if host is not None:
-        return Documents(None, len(host) - 1, 0, host)
-    equal = None if is_abstract(q) else tuple(range(0, batch * length + 1, length)) if length else (0,) * (batch + 1)
-    return Documents(None, batch, length, equal)
-
-
-def _device_offsets(entry: str, q: Tensor, cu_seqlens: Any) -> tuple[int, ...] | None:
-    """The contents of ``cu_seqlens`` where they are in host memory."""
-    if cu_seqlens is None:
-        return None
-    name = "cu_seqlens"
-    if cu_seqlens.dim() != 1:
-        raise ValueError(message(entry, name, f"of shape {tuple(cu_seqlens.shape)}", "one dimension, [N + 1]"))
-    if cu_seqlens.dtype not in _OFFSETS:
-        raise ValueError(message(entry, name, str(cu_seqlens.dtype), "torch.int32 or torch.int64"))
-    if cu_seqlens.shape[0] < 2:
-        raise ValueError(message(entry, name, f"of {cu_seqlens.shape[0]} offsets", "at least 2"))
-    if is_abstract(q) or is_intercepted(cu_seqlens) or not cu_seqlens.is_cpu:
-        return None
-    return host_offsets(host_ints(cu_seqlens.contiguous()), name, entry=entry)
-
-
-def _host_offsets(entry: str, cu_seqlens_cpu: Any) -> tuple[int, ...]:
-    name = "cu_seqlens_cpu"
-    if isinstance(cu_seqlens_cpu, Tensor) and cu_seqlens_cpu.is_cpu and cu_seqlens_cpu.dtype in _OFFSETS:
-        if cu_seqlens_cpu.dim() != 1:
-            got = f"of shape {tuple(cu_seqlens_cpu.shape)}"
-            raise ValueError(message(entry, name, got, "one dimension, [N + 1]"))
-        cu_seqlens_cpu = host_ints(cu_seqlens_cpu.contiguous())
-    return host_offsets(cu_seqlens_cpu, name, entry=entry)
-
-
-def _check_context(entry: str, q: Tensor, crossing: Crossing, offsets: Sequence[int] | None) -> None:
-    ctx = crossing.ctx
-    where = device_of(q)
-    if (ctx.device.type, ctx.device.index) != where:
-        got = where[0] if where[1] is None else f"{where[0]}:{where[1]}"
-        raise ValueError(message(entry, "q", f"on {got}", f"the device of cp_context, {ctx.device}"))
-    if q.shape[0] != 1:
-        raise ValueError(message(entry, "q", f"of batch size {q.shape[0]}", "a batch size of 1 with a cp_context"))
-    if q.shape[1] != ctx.T_r:
-        wanted = f"the {ctx.T_r} tokens of this rank in cp_context (T_r)"
-        raise ValueError(message(entry, "q", f"of {q.shape[1]} tokens", wanted))
-    of_batch = None if ctx.partition is None else ctx.partition.cu_seqlens
-    if offsets is not None and tuple(offsets) not in (ctx.cu_seqlens_local_cpu, of_batch):
-        got, wanted = f"{list(offsets)} with a cp_context", f"None, or its own {list(ctx.cu_seqlens_local_cpu)}"
-        raise ValueError(message(entry, "cu_seqlens", got, wanted))

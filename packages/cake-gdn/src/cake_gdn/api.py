@@ -27,7 +27,7 @@ from ._checks import (
     check_saved,
 )
 from .autograd import apply
-from .backends.operands import Options
+from .backends.operands import NO_TAPES, Options
 from .gates import activate, check_gates
 from .op import RECOMPUTE_STATE
 from .packed import packed_qkv_views
@@ -153,7 +153,6 @@ def chunk_gated_delta_rule(
     activations = use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias
     check_gates(entry, *activations)
     crossing = _crossing(entry, cp_context, initial_state, output_final_state)
-    save = "light" if recompute_state else "full"
     given = {name: t for name, t in (("A_log", A_log), ("dt_bias", dt_bias)) if t is not None}
     offsets = cu_seqlens, cu_seqlens_cpu
     traced = torch.compiler.is_compiling()
@@ -163,14 +162,14 @@ def chunk_gated_delta_rule(
     g, beta = activate(g, beta, *activations)
     inputs = q, k, v, g, beta, initial_state
     options = Options(scale, use_qk_l2norm_in_kernel, plan, variants.read("gdn"))
+    graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    save = "none" if not graded else "light" if recompute_state else "full"
     if docs is None or is_intercepted(*inputs, *offsets):
         from . import custom_ops
 
-        return custom_ops.forward(inputs, *offsets, options, save, output_final_state, state_v_first)
+        return custom_ops.forward(inputs, *offsets, options, save, output_final_state, state_v_first)[:2]
     call = Call(backends.select(q), docs, options, save, output_final_state, state_v_first, crossing)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        return apply(inputs, call)
-    return _calls.forward(call._replace(save="none"), inputs)[:2]
+    return apply(inputs, call) if graded else _calls.forward(call, inputs)[:2]
 
 
 def chunk_gated_delta_rule_fwd(
@@ -200,9 +199,15 @@ def chunk_gated_delta_rule_fwd(
         All others: as ``chunk_gated_delta_rule``.
 
     Returns: (o, final_state, saved), saved None with "none".
-    Raises: as ``chunk_gated_delta_rule``. torch.compile breaks the graph here.
+    Raises: as ``chunk_gated_delta_rule``.
     """
     entry = "chunk_gated_delta_rule_fwd"
+    if cp_context is not None and torch.compiler.is_compiling():
+        return kcp.outside_of_graphs(chunk_gated_delta_rule_fwd)(
+            q, k, v, g, beta, scale, initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, plan=plan, save=save,
+        )  # fmt: skip
     flags = {
         "output_final_state": output_final_state,
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
@@ -212,13 +217,21 @@ def chunk_gated_delta_rule_fwd(
     scale = check_options(entry, scale, plan)
     check_save(save, entry=entry)
     crossing = _crossing(entry, cp_context, initial_state, output_final_state)
-    docs = check_operands(entry, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, crossing)
+    inputs, offsets = (q, k, v, g, beta, initial_state), (cu_seqlens, cu_seqlens_cpu)
+    docs = None if torch.compiler.is_compiling() else check_operands(entry, *inputs, *offsets, crossing)
     options = Options(scale, use_qk_l2norm_in_kernel, plan, variants.read("gdn"))
-    call = Call(backends.select(q), docs, options, save, output_final_state, state_v_first, crossing)
-    inputs = q, k, v, g, beta, initial_state
-    o, final, kept = _calls.forward(call, inputs)
-    saved = None if save == "none" else GdnSaved(kept, _calls.record(call, inputs), save, options.variant)
-    return o, final, saved
+    if docs is None or is_intercepted(*inputs, *offsets):
+        from . import custom_ops
+
+        record = None
+        o, final, kept = custom_ops.functional_forward(
+            inputs, *offsets, options, save, output_final_state, state_v_first
+        )
+    else:
+        call = Call(backends.select(q), docs, options, save, output_final_state, state_v_first, crossing)
+        record = _calls.record(call, inputs)
+        o, final, kept = _calls.forward(call, inputs)
+    return o, final, None if save == "none" else GdnSaved(kept, record, save, options.variant)
 
 
 def chunk_gated_delta_rule_bwd(
@@ -257,6 +270,12 @@ def chunk_gated_delta_rule_bwd(
     Raises: as ``chunk_gated_delta_rule``; ValueError also for a saved set of another call, naming what differs.
     """
     entry = "chunk_gated_delta_rule_bwd"
+    if cp_context is not None and torch.compiler.is_compiling():
+        return kcp.outside_of_graphs(chunk_gated_delta_rule_bwd)(
+            q, k, v, g, beta, do, dht, scale=scale, initial_state=initial_state, saved=saved,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, plan=plan, needs=needs,
+        )  # fmt: skip
     check_flags(entry, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first)
     scale = check_options(entry, scale, plan)
     check_needs(needs, 6, entry=entry)
@@ -264,12 +283,19 @@ def chunk_gated_delta_rule_bwd(
     crossing = _crossing(entry, cp_context, initial_state, False)
     if crossing is not None:
         check_no_final_gradient(entry, dht)
-    docs = check_operands(entry, q, k, v, g, beta, initial_state, cu_seqlens, cu_seqlens_cpu, crossing)
-    check_backward(entry, q, v, docs, do, dht)
+    inputs, offsets = (q, k, v, g, beta, initial_state), (cu_seqlens, cu_seqlens_cpu)
     variant = variants.read("gdn") if saved is None else variants.settle("gdn", saved.variant)
     options = Options(scale, use_qk_l2norm_in_kernel, plan, variant)
+    docs = None
+    if not torch.compiler.is_compiling():
+        docs = check_operands(entry, *inputs, *offsets, crossing)
+        check_backward(entry, q, v, docs, do, dht)
+    if docs is None or is_intercepted(*inputs, *offsets, do, dht):
+        from . import custom_ops
+
+        tapes = NO_TAPES if saved is None else saved.kept.tapes
+        return custom_ops.functional_backward(inputs, do, dht, *offsets, options, state_v_first, tapes, needs)
     call = Call(backends.select(q), docs, options, "none", False, state_v_first, crossing)
-    inputs = q, k, v, g, beta, initial_state
     kept = check_saved(entry, saved, _calls.record(call, inputs))
     return _calls.backward(call, inputs, do, dht, kept, needs)
 

@@ -16,30 +16,20 @@ from torch import Tensor
 from . import _calls, backends
 from ._calls import Call
 from ._checks import check_backward, check_operands
-from .backends.operands import Options
-from .saved import Kept
+from .backends.operands import NO_TAPES, Options, Tapes
+from .saved import GdnGrads, Kept
 
-__all__ = ["forward"]
+__all__ = ["forward", "functional_backward", "functional_forward"]
 
-_ENTRY = "chunk_gated_delta_rule"
-_KEPT = len(Kept.of((None,) * 7).tensors())
+_TAPES = len(NO_TAPES)
 
 
-def _call(
-    inputs: Sequence[Any],
-    cu: Any,
-    cu_cpu: Any,
-    scale: float,
-    l2norm: bool,
-    v_first: bool,
-    plan: str,
-    save: str,
-    final: bool,
-) -> Call:
-    docs = check_operands(_ENTRY, *inputs, cu, cu_cpu, None)
+def _call(entry: str, inputs: Sequence[Any], offsets: Sequence[Any], options: Sequence[Any]) -> Call:
+    scale, l2norm, v_first, plan, save, final = options
+    docs = check_operands(entry, *inputs, *offsets, None)
     how: str | int = int(plan) if plan.isdecimal() else plan
-    options = Options(scale, l2norm, how, variants.read("gdn"))
-    return Call(backends.select(inputs[0]), docs, options, save, final, v_first, None)
+    given = Options(scale, l2norm, how, variants.read("gdn"))
+    return Call(backends.select(inputs[0]), docs, given, save, final, v_first, None)
 
 
 def _filled(like: Tensor, values: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -47,19 +37,17 @@ def _filled(like: Tensor, values: Sequence[Tensor | None]) -> tuple[Tensor, ...]
 
 
 def _forward(*given: Any) -> tuple[Tensor, ...]:
-    call = _call(given[:6], *given[6:])
-    o, final, kept = _calls.forward(call, given[:6])
-    return _filled(o, (o, final, *kept.tensors()))
+    inputs, offsets, options = given[:6], given[6:8], given[8:]
+    o, final, kept = _calls.forward(_call("chunk_gated_delta_rule", inputs, offsets, options), inputs)
+    return _filled(o, (o, final, *kept.tapes))
 
 
-def _backward(do: Any, dht: Any, *given: Any) -> tuple[Tensor, ...]:
-    inputs, kept, (*options, has_norms, has_tail), needs = given[:6], given[8:15], given[15:23], given[23]
-    call = _call(inputs, *given[6:8], *options)
-    check_backward(_ENTRY, inputs[0], inputs[2], call.docs, do, dht)
-    z, r_q, r_k, e, states = kept[:5]
-    norms = (r_q, r_k) if has_norms else (None, None)
-    tail = (e, states) if has_tail else (None, None)
-    found = _calls.backward(call, inputs, do, dht, Kept.of((z, *norms, *tail, None, None)), needs, packed=False)
+def _backward(do: Tensor | None, dht: Tensor | None, *given: Any) -> tuple[Tensor, ...]:
+    inputs, offsets, tapes, options, needs = given[:6], given[6:8], given[8:13], given[13:19], given[19]
+    entry = "chunk_gated_delta_rule"
+    call = _call(entry, inputs, offsets, options)
+    check_backward(entry, inputs[0], inputs[2], call.docs, do, dht)
+    found = _calls.backward(call, inputs, do, dht, Kept(Tapes(*tapes), None, None), needs, packed=False)
     return _filled(inputs[0], found)
 
 
@@ -67,8 +55,8 @@ _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, Tensor? cu_seqlens, "
     "Tensor? cu_seqlens_cpu"
 )
+_KEPT = "Tensor? z, Tensor? r_q, Tensor? r_k, Tensor? e, Tensor? states"
 _OPTIONS = "float scale, bool l2norm, bool state_v_first, str plan, str save, bool final"
-_TAPES = "Tensor z, Tensor r_q, Tensor r_k, Tensor e, Tensor states, Tensor entering, Tensor transfers"
 
 
 def _returns(count: int) -> str:
@@ -76,14 +64,13 @@ def _returns(count: int) -> str:
 
 
 _fwd = torch.library.custom_op(
-    "cake_gdn::fwd", _forward, mutates_args=(), schema=f"({_OPERANDS}, {_OPTIONS}) -> {_returns(2 + _KEPT)}"
+    "cake_gdn::fwd", _forward, mutates_args=(), schema=f"({_OPERANDS}, {_OPTIONS}) -> {_returns(2 + _TAPES)}"
 )
 _bwd = torch.library.custom_op(
     "cake_gdn::bwd",
     _backward,
     mutates_args=(),
-    schema=f"(Tensor? do, Tensor? dht, {_OPERANDS}, {_TAPES}, {_OPTIONS}, bool has_norms, bool has_tail, bool[] needs) "
-    f"-> {_returns(6)}",
+    schema=f"(Tensor? do, Tensor? dht, {_OPERANDS}, {_KEPT}, {_OPTIONS}, bool[] needs) -> {_returns(6)}",
 )
 _fwd.register_fake(_forward)
 _bwd.register_fake(_backward)
@@ -97,28 +84,71 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dht: Tensor | None, *tapes: Tensor | None) -> tuple[Any, ...]:
+    saved, nothing = ctx.saved_tensors, (None,) * 14
     _, l2norm, _, _, save, final = ctx.options
     dht = dht if final else None
-    nothing = (None,) * 14
     if do is None and dht is None:
         return nothing
-    needs = list(ctx.needs_input_grad[:6])
-    found = _bwd(do, dht, *ctx.saved_tensors, *ctx.options, l2norm, save == "full", needs)
-    needs[5] = needs[5] and ctx.saved_tensors[5] is not None
-    grads = tuple(grad if need else None for grad, need in zip(found, needs, strict=True))
-    return *grads, *nothing[6:]
+    needs = [*ctx.needs_input_grad[:5], ctx.needs_input_grad[5] and saved[5] is not None]
+    kept = _there(saved[8:], l2norm, save)
+    found = _bwd(do, dht, *saved[:8], *kept, *ctx.options, needs)
+    return *_needed(found, needs), *nothing[6:]
 
 
 _fwd.register_autograd(_differentiate, setup_context=_save)
 
 
+def _there(tapes: Sequence[Tensor], l2norm: bool, save: str) -> Tapes:
+    """The tapes that are no stand-ins."""
+    z, r_q, r_k, e, states = tapes
+    if save == "none":
+        return NO_TAPES
+    found = Tapes(z, r_q, r_k, e, states)
+    found = found if l2norm else found._replace(r_q=None, r_k=None)
+    return found if save == "full" else found._replace(e=None, states=None)
+
+
+def _needed(grads: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
+
+
+def _offsets(cu_seqlens_cpu: Any) -> Tensor | None:
+    """Host offsets as a tensor, which is what an operator takes."""
+    if cu_seqlens_cpu is None or isinstance(cu_seqlens_cpu, Tensor):
+        return cu_seqlens_cpu
+    return torch.tensor(list(cu_seqlens_cpu), dtype=torch.int64, device="cpu")
+
+
 def forward(
     inputs: Sequence[Any], cu_seqlens: Any, cu_seqlens_cpu: Any, options: Options, save: str, final: bool, v_first: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(o, final states) through the registered operators."""
-    host = cu_seqlens_cpu
-    if host is not None and not isinstance(host, Tensor):
-        host = torch.tensor(list(host), dtype=torch.int64, device="cpu")
+) -> tuple[Tensor, Tensor | None, Kept]:
+    """(o, final states, what is kept) through the registered operators, differentiable."""
     given = options.scale, options.l2norm, v_first, str(options.plan), save, final
-    o, last, *_ = torch.ops.cake_gdn.fwd(*inputs, cu_seqlens, host, *given)
-    return o, last if final else None
+    o, last, *tapes = torch.ops.cake_gdn.fwd(*inputs, cu_seqlens, _offsets(cu_seqlens_cpu), *given)
+    return o, last if final else None, Kept(_there(tapes, options.l2norm, save), None, None)
+
+
+functional_forward = torch.no_grad()(forward)
+"""``forward`` without autograd."""
+
+
+@torch.no_grad()
+def functional_backward(
+    inputs: Sequence[Any],
+    do: Tensor | None,
+    dht: Tensor | None,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    options: Options,
+    v_first: bool,
+    tapes: Tapes,
+    needs: Sequence[bool],
+) -> GdnGrads:
+    """The gradients through the registered operator, without autograd."""
+    needs = [*needs[:5], needs[5] and inputs[5] is not None]
+    if not any(needs) or (do is None and dht is None):
+        return GdnGrads(*(None,) * 6)
+    given = options.scale, options.l2norm, v_first, str(options.plan), "none", False
+    offsets = cu_seqlens, _offsets(cu_seqlens_cpu)
+    found = torch.ops.cake_gdn.bwd(do, dht, *inputs, *offsets, *tapes, *given, needs)
+    return GdnGrads(*_needed(found, needs))

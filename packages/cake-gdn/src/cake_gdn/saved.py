@@ -69,12 +69,13 @@ class GdnSaved:
     """The tapes of one ``chunk_gated_delta_rule_fwd`` for one ``chunk_gated_delta_rule_bwd``.
 
     It holds tensors of its own, not the operands: pass the same ones to the backward. ``save`` is "full" or "light",
-    ``variant`` that of the forward, which the backward runs too.
+    ``variant`` that of the forward, which the backward runs too. One that a compiled graph made has no record of its
+    call, and is not compared.
     """
 
     __slots__ = ("kept", "record", "save", "variant")
 
-    def __init__(self, kept: Kept, record: Record, save: str, variant: str) -> None:
+    def __init__(self, kept: Kept, record: Record | None, save: str, variant: str) -> None:
         self.kept, self.record, self.save, self.variant = kept, record, save, variant
 
     @property
@@ -84,7 +85,7 @@ class GdnSaved:
 
     def check(self, now: Record, *, entry: str) -> None:
         """Raises: ValueError naming the first field in which the backward's call differs."""
-        for field, was, wanted in zip(Record._fields, self.record, now, strict=True):
+        for field, was, wanted in zip(Record._fields, self.record or now, now, strict=True):
             if was is not wanted and (field == "cp_context" or was != wanted):
                 got = f"of a forward with {field} {was!r}"
                 raise ValueError(message(entry, "saved", got, f"one with {field} {wanted!r}, as this call has"))
