@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from cake_core import layout
-from cake_core.testing.operands import bf16_ulp, budget_name
+from cake_core import cpu_math, layout
+from cake_core.testing.operands import bf16_ulp, budget_name, normal
 from torch import Tensor
 
 
@@ -42,3 +42,52 @@ def test_a_weight_gradient_in_bf16_has_a_budget_of_its_own() -> None:
     assert budget_name("dweight", torch.bfloat16) == "dweight_bf16"
     assert budget_name("dweight", torch.float32) == "dweight"
     assert budget_name("dx", torch.bfloat16) == "dx"
+
+
+# --- cpu_math ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [(64, 128, 128), (64, 64, 128), (128, 64, 128)])
+def test_a_product_has_its_bits_in_every_batch_and_with_any_number_of_threads(
+    sizes: tuple[int, int, int], dtype: torch.dtype, restored_threads: None
+) -> None:
+    """torch.bmm alone fails this in FP64: two matrices on three threads are cut."""
+    m, k, n = sizes
+    a, b = normal(0, 8, m, k, dtype=dtype), normal(1, 8, k, n, dtype=dtype)
+    torch.set_num_threads(1)
+    want = cpu_math.products(a, b)
+    torch.testing.assert_close(want.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
+    for threads in (1, 2, 3, 4):
+        torch.set_num_threads(threads)
+        for some in (1, 2, 5, 8):
+            got = torch.cat([cpu_math.products(a[i : i + some], b[i : i + some]) for i in range(0, 8, some)])
+            assert torch.equal(got, want), f"{some} matrices on {threads} threads"
+    assert torch.equal(cpu_math.products(a.view(2, 4, m, k), b.view(2, 4, k, n)), want.view(2, 4, m, n))
+
+
+def test_products_of_nothing() -> None:
+    assert cpu_math.products(torch.ones(0, 3, 4, 5), torch.ones(0, 3, 5, 6)).shape == (0, 3, 4, 6)
+
+
+@pytest.mark.parametrize("function", [cpu_math.exp, cpu_math.sigmoid])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_element_has_its_bits_wherever_it_stands(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype, restored_threads: None
+) -> None:
+    """torch.exp takes another routine for the elements behind the last whole vector."""
+    z = normal(2, 40_001, dtype=dtype)
+    torch.set_num_threads(1)
+    want = function(z)
+    torch.testing.assert_close(want, getattr(torch, function.__name__)(z))
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        for begin in (0, 1, 39_990):
+            assert torch.equal(function(z[begin:].contiguous()), want[begin:])
