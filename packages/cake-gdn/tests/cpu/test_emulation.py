@@ -26,13 +26,13 @@ def assert_exact(got: emulation.Emulated, want: dict[str, Tensor], where: str) -
         assert_rel_rms(got[name], want[name], 1e-12, f"{where} {name}")
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("heads", [(2, 2), (1, 2), (1, 3), (1, 4)])
-def test_without_roundings_the_chunk_form_is_the_recurrence(heads: tuple[int, int], norm: bool, stride: int) -> None:
+@pytest.mark.parametrize(("heads", "norm"), [((2, 2), True), ((1, 2), False), ((1, 3), True), ((2, 4), False)])
+def test_without_roundings_the_chunk_form_is_the_recurrence(heads: tuple[int, int], norm: bool) -> None:
     """Spec 3.2 and 3.3 to the letter, FP64: ragged, empty and one-token documents, both states, padding."""
-    step = steps.make_step((0, 1, 64, 65, 0, 200), heads, dtype="float64", norm=norm, state=True, padding=3)
-    assert_exact(emulate(step, EXACT, stride=stride), step.reference(), f"{heads} {norm}")
+    step = steps.make_step((0, 1, 64, 65, 0, 130), heads, dtype="float64", norm=norm, state=True, padding=3)
+    want = step.reference()
+    for stride in (1, 2):
+        assert_exact(emulate(step, EXACT, stride=stride), want, f"{heads} {norm} {stride}")
 
 
 @pytest.mark.parametrize("gates", shapes.GATES)
@@ -55,7 +55,7 @@ def test_strong_gates_and_resets_stay_finite_and_exact() -> None:
 @pytest.mark.parametrize("norm", [True, False])
 def test_segments_compose_to_the_serial_scan(norm: bool) -> None:
     """Spec 3.7: S_in = M_f S_in + B_f and dS = M_f^T dS + d_f, FP64, segments of two chunks."""
-    step = steps.make_step((10, 450), (1, 2), dtype="float64", norm=norm, state=True)
+    step = steps.make_step((10, 330), (1, 2), dtype="float64", norm=norm, state=True)
     assert_exact(emulate(step, EXACT, segment=2, warm_up=False), step.reference(), "segments")
 
 
@@ -73,7 +73,7 @@ def test_the_warm_up_forgets_what_decayed_by_e_to_the_minus_ten() -> None:
 @pytest.mark.parametrize("gates", shapes.GATES)
 def test_the_rounded_kernels_stay_within_the_budgets(gates: str, norm: bool) -> None:
     """Every output, strides 1 and 2; the budgets are 1.4 times the worst of these, at 2048 tokens."""
-    step = steps.make_step((300, 85), (1, 2), gates=gates, norm=norm, state=True)
+    step = steps.make_step((200, 65), (1, 2), gates=gates, norm=norm, state=True)
     want = step.reference()
     for stride in (1, 2):
         got = emulate(step, stride=stride)
@@ -82,7 +82,7 @@ def test_the_rounded_kernels_stay_within_the_budgets(gates: str, norm: bool) -> 
 
 def test_segments_cost_no_more_than_the_serial_scan() -> None:
     """Spec 8: within 1.1 times the error of serial. The walked maps keep the identity in FP32."""
-    step = steps.make_step((1024,), (1, 2), gates="none", state=True)
+    step = steps.make_step((640,), (1, 2), gates="none", state=True)
     want = step.reference()
     serial, cut = emulate(step), emulate(step, segment=4)
     for name in oracle.NAMES:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # a checkpoint and autograd's first gradient load it: once here, not in every rank
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # autograd loads it at its first gradient: once here, not in every rank
 from cake_core.kcp import KcpPartition, RecomputeHandle, build_context_kcp, gather_kcp, partition_kcp
 from cake_core.testing import gloo
 from cake_core.testing.gates import assert_rel_rms
@@ -22,9 +22,13 @@ from cake_gdn.testing.parallel import Batch, local_step, ragged, rank_step, sing
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LENGTHS = (37, 90, 0, 3, 70)
-LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document", "ragged", "a-rank-without-tokens")
-WORLD_SIZES = (2, 3, 4)
+LENGTHS = (37, 70, 0, 3, 50)
+LAYOUTS = {
+    2: ("zigzag", "a-rank-without-tokens"),
+    3: ("zigzag", "contiguous", "ragged", "a-rank-without-tokens"),
+    4: ("zigzag", "zigzag_per_document", "a-rank-without-tokens"),
+}
+WORLD_SIZES = tuple(LAYOUTS)
 NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 BATCHES = {"fp64": Batch(LENGTHS, heads=(1, 3)), "bf16": Batch(LENGTHS, dtype="bfloat16", norm=False)}
 
@@ -62,11 +66,11 @@ def everything(rank: int) -> dict[Any, Any]:
 
 def all_steps(rank: int, world_size: int, group: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for layout in LAYOUTS:
+    for layout in LAYOUTS[world_size]:
         part = cut(layout, world_size)
-        for name, batch in BATCHES.items():
-            found[f"{layout} {name}"] = rank_step(batch, build_context_kcp(part, group, rank, "cpu"))
+        found[f"{layout} fp64"] = rank_step(BATCHES["fp64"], build_context_kcp(part, group, rank, "cpu"))
     part = cut("zigzag", world_size)
+    found["zigzag bf16"] = rank_step(BATCHES["bf16"], build_context_kcp(part, group, rank, "cpu"))
     context = build_context_kcp(part, group, None, "cpu")
     found["again"] = rank_step(BATCHES["bf16"], context)
     gathering = build_context_kcp(part, group, rank, "cpu", exchange="all_gather")
@@ -167,12 +171,14 @@ def single() -> dict[str, dict[str, Tensor]]:
 def test_the_ranks_together_are_the_single_rank(group: Any, single: Any) -> None:
     """FP64 within 1e-11, BF16 within the one rounding of the outputs: five cuts, 3 value heads on 2 and 4 ranks."""
     world_size, ranks = group
-    for layout in LAYOUTS:
+    for layout, name, budget in (
+        *((layout, "fp64", 1e-11) for layout in LAYOUTS[world_size]),
+        ("zigzag", "bf16", 2e-3),
+    ):
         part = cut(layout, world_size)
-        for name, budget in (("fp64", 1e-11), ("bf16", 2e-3)):
-            for output in NAMES:
-                rows = gather_kcp([rank[f"{layout} {name}"][output] for rank in ranks], part, dim=1)
-                assert_rel_rms(rows, single[name][output].double(), budget, f"{output}, {layout}, {name}")
+        for output in NAMES:
+            rows = gather_kcp([rank[f"{layout} {name}"][output] for rank in ranks], part, dim=1)
+            assert_rel_rms(rows, single[name][output].double(), budget, f"{output}, {layout}, {name}")
 
 
 def test_every_rank_repeats_its_bits_in_both_exchanges(group: Any) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
-PACKS = {"one": (150,), "three": (37, 51, 40), "short": (9,) * 16, "shorter-than-W": (1, 3, 0, 2, 5)}
+PACKS = {"one": (130,), "three": (37, 51, 40), "short": (9,) * 16, "shorter-than-W": (1, 3, 0, 2, 5)}
 GRADS = ("dq", "dk", "dv", "dg", "dbeta")
 RANK_SECONDS = 20.0
 
@@ -72,8 +72,9 @@ def single() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize(
+    ("pack", "world_size"), [(pack, w) for pack in PACKS for w in ((2, 8) if pack == "short" else (1, 2, 3, 4, 8))]
+)
 def test_fp64_equals_the_single_rank(pack: str, world_size: int, layout: str, single: Any) -> None:
     """Within 1e-11; slow decay, so that what crosses counts; W above the documents' lengths, empty fragments."""
     batch, part = Batch(PACKS[pack]), cut(PACKS[pack], world_size, layout)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cake_core import config
 from cake_gdn.testing import steps
+from cake_gdn.testing.routes import ROUTES, run_route
 from torch import Tensor
 
 
@@ -125,10 +126,7 @@ def test_both_variants_give_the_same_bits_on_the_cpu() -> None:
     steps.assert_same_step(run(), want, "fast")
 
 
-def test_bits_repeat_in_a_fresh_process() -> None:
-    """det: run to run and across processes, save modes and plans of one number of segments."""
-    from cake_core.testing.gates import fresh_process
-
-    want = steps.frozen_run()
-    got = fresh_process("cake_gdn.testing.steps:frozen_run")
-    steps.assert_same_step(got, want, "fresh process")
+@pytest.mark.parametrize("name", ROUTES)
+def test_every_route_runs_on_the_cpu(name: str) -> None:
+    """Every call-time switch: forward and backward, and the gradients that were asked for."""
+    run_route(**ROUTES[name], device="cpu")

@@ -22,7 +22,6 @@ __all__ = [
     "Step",
     "assert_accurate",
     "assert_same_step",
-    "frozen_run",
     "gate",
     "make_step",
     "offsets",
@@ -243,9 +242,3 @@ def assert_same_step(
         raise AssertionError(f"{where}: outputs {list(got)} instead of {list(want)}")
     for name in want if names is None else names:
         assert_same_bits(got[name], want[name], f"{where}: {name}")
-
-
-def frozen_run() -> Outputs:
-    """One run for a fresh process: the bits that this one has."""
-    torch.set_num_threads(1)
-    return make_step((130, 65), (1, 2), state=True).run()
