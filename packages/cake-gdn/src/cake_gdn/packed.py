@@ -32,7 +32,9 @@ def packed_qkv_views(qkv: Tensor, *, num_qk_heads: int, num_v_heads: int) -> tup
     check_int(num_v_heads, "num_v_heads", entry=entry)
     check_heads(num_qk_heads, num_v_heads, "num_qk_heads", "num_v_heads", entry=entry)
     check_tensors(entry, qkv=qkv)
-    check_plain(entry, qkv=qkv)
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        check_plain(entry, qkv=qkv)
     width = (2 * num_qk_heads + num_v_heads) * HEAD_DIM
     if qkv.dim() < 2 or qkv.shape[-1] != width:
         wanted = f"[..., T, {width}], {2 * num_qk_heads + num_v_heads} heads of {HEAD_DIM}"
@@ -41,7 +43,7 @@ def packed_qkv_views(qkv: Tensor, *, num_qk_heads: int, num_v_heads: int) -> tup
         raise ValueError(
             message(entry, "qkv", f"of strides {qkv.stride()}", "a last stride of 1", "call .contiguous()")
         )
-    if torch.compiler.is_compiling() or is_intercepted(qkv):
+    if traced or is_intercepted(qkv):
         return _views(qkv, num_qk_heads)  # a traced graph concatenates: it cannot see which memory a gradient is in
     return _Views.apply(qkv, num_qk_heads)  # pyright: ignore[reportReturnType]
 
