@@ -232,6 +232,31 @@ def test_the_option_is_what_recompute_state_defaults_to() -> None:
     assert kept(recompute_state=False) == full
 
 
+@pytest.mark.parametrize("save", ["full", "light"])
+def test_a_saved_set_serves_any_number_of_backwards(save: str) -> None:
+    """Neither it nor the operands are written."""
+    step = steps.make_step(LENGTHS, (1, 2), state=True)
+    _, saved = step.forward(save=save)
+    first = step.backward(saved)
+    steps.assert_same_step(step.backward(saved), first, "second backward")
+    assert saved is not None
+    assert saved.nbytes > 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_forward_without_gradients_retains_nothing(mode: Callable[[], Any]) -> None:
+    step = steps.make_step(LENGTHS, (1, 2), state=True)
+    want = step.differentiate()
+    with mode():
+        o, final = call(step, step.leaves())
+    assert final is not None
+    assert o.grad_fn is None
+    assert_same_bits(o, want["o"], "o")
+    assert_same_bits(final, want["final_state"], "final_state")
+    with mode():
+        steps.assert_same_step(step.run(), want, "functional")
+
+
 def shorter(step: steps.Step) -> steps.Step:
     tokens = {name: getattr(step, name)[:, :-1] for name in ("q", "k", "v", "g", "beta", "do")}
     return replace(step, cu=steps.offsets((70, 0, 29)), **tokens)

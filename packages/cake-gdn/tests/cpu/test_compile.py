@@ -10,7 +10,12 @@ import torch
 import torch._dynamo.testing
 from cake_core.kcp import build_context_kcp, partition_kcp
 from cake_core.testing.gates import assert_same_bits
-from cake_gdn import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+from cake_gdn import (
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+    packed_qkv_views,
+)
 from cake_gdn.testing import steps
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -135,6 +140,44 @@ def test_what_torch_does_in_front_of_the_op_compiles_with_it() -> None:
         results.append([o.detach(), *torch.autograd.grad(o, leaves, step.do)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+
+
+def test_a_packed_row_compiles_with_the_eager_bits() -> None:
+    step = steps.make_step((70,), (1, 2))
+
+    def layer(row: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        q, k, v = packed_qkv_views(row * 1, num_qk_heads=1, num_v_heads=2)
+        return chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, plan="serial")[0]
+
+    row = torch.cat([t.flatten(2) for t in (step.q, step.k, step.v)], -1)
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        leaves = [t.clone().requires_grad_() for t in (row, step.g, step.beta)]
+        o = function(*leaves)
+        results.append([o.detach(), *torch.autograd.grad(o, leaves, step.do)])
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(b, a, "compiled")
+
+
+@pytest.mark.parametrize("save", ["full", "light", "none"])
+def test_the_functional_passes_compile_with_the_eager_bits(save: str) -> None:
+    """Transposed states and segments of two chunks, forward and backward in one graph."""
+    step = steps.make_step((300, 20), (1, 2), state=True, v_first=True)
+
+    def both(*t: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, g, beta, state, do, dht, cu = t
+        given: dict[str, Any] = {
+            "initial_state": state, "use_qk_l2norm_in_kernel": True, "state_v_first": True, "cu_seqlens": cu, "plan": 2
+        }  # fmt: skip
+        o, final, saved = chunk_gated_delta_rule_fwd(q, k, v, g, beta, output_final_state=True, save=save, **given)
+        assert final is not None
+        grads = chunk_gated_delta_rule_bwd(q, k, v, g, beta, do, dht, saved=saved, **given)
+        return (o, final, *(grad for grad in grads if grad is not None))
+
+    given = [getattr(step, name) for name in (*steps.OPERANDS, "do", "dht", "cu")]
+    got = torch.compile(both, fullgraph=True, backend="aot_eager")(*given)
+    for index, (a, b) in enumerate(zip(both(*given), got, strict=True)):
+        assert_same_bits(b, a, f"compiled output {index}")
 
 
 def test_a_context_parallel_call_breaks_the_graph_and_keeps_the_bits() -> None:
