@@ -185,6 +185,10 @@ def test_no_tokens() -> None:
     o, final = oracle.recurrence(*empty, initial_state=state, cu_seqlens=[0] * 6)
     assert o.shape == (1, 0, 4, 2)
     assert_same_bits(final, state, "final_state")
+    dht = small()[7]
+    ref = oracle.reference(*empty, None, dht, initial_state=state, cu_seqlens=[0] * 6)
+    assert_same_bits(ref.dh0, dht, "dh0")
+    assert ref.dq.shape == (1, 0, 2, 3)
 
 
 # --- budgets and shapes -----------------------------------------------------------------------------------------

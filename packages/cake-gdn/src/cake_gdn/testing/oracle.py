@@ -161,8 +161,10 @@ def reference(
     leaves.append(initial_state.detach().to(dtype).requires_grad_())
     with torch.enable_grad():
         o, final = recurrence(*leaves[:5], initial_state=leaves[5], state_v_first=state_v_first, dtype=dtype, **options)
-        seeds = [torch.zeros_like(y) if dy is None else dy.detach().to(dtype) for y, dy in ((o, do), (final, dht))]
-        grads = torch.autograd.grad((o, final), leaves, seeds, allow_unused=True, materialize_grads=True)
+        # Without tokens o depends on nothing.
+        graded = [(y, dy) for y, dy in ((o, do), (final, dht)) if y.requires_grad]
+        seeds = [torch.zeros_like(y) if dy is None else dy.detach().to(dtype) for y, dy in graded]
+        grads = torch.autograd.grad([y for y, _ in graded], leaves, seeds, allow_unused=True, materialize_grads=True)
     return Reference(o.detach(), final.detach(), *grads)
 
 
