@@ -19,7 +19,7 @@ from .operands import Operands, Options, States, Tapes
 
 __all__ = ["Call", "Rows", "Tile", "work_dtype"]
 
-_LEAST_GATE = -100.0  # e^-100 is 0 in FP32: a gate below is a reset of the state, as g = -inf is
+_LEAST_GATE = -100.0  # e^-100 is 4e-44, nothing beside a state: a gate below is a reset of it, as g = -inf is
 _MATRICES = 256  # of a value head each, that are worked on at a time
 
 
