@@ -91,6 +91,21 @@ def test_a_tracer_of_fake_tensors_records_the_computation(name: str) -> None:
         assert torch.equal(g, expected)
 
 
+@pytest.mark.parametrize(("save", "plan", "states"), [("full", "auto", True), ("light", "2", False)])
+def test_the_operators_keep_their_promises_to_torch() -> None:
+    """opcheck: nothing is written or aliased, fake results look like real ones, autograd is registered."""
+    from cake_gdn import custom_ops  # noqa: F401  # registers them
+
+    step = steps.make_step((70, 5), (1, 2), dtype="float32", state=True)
+    options = (0.1, True, False, "auto", "full", True)
+    leaves = tuple(step.leaves().values())
+    torch.library.opcheck(torch.ops.cake_gdn.fwd.default, (*leaves, step.cu, None, *options))
+    plain = tuple(t.detach() for t in leaves)
+    _, _, *tapes = torch.ops.cake_gdn.fwd(*plain, step.cu, None, *options)
+    given = (step.do, step.dht, *plain, step.cu, None, *tapes, *options, [True] * 6)
+    torch.library.opcheck(torch.ops.cake_gdn.bwd.default, given)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("states", [False, True])
 def test_compile_has_no_graph_break_and_the_eager_bits(states: bool, packed: bool) -> None:

@@ -91,9 +91,9 @@ def test_fragments_of_any_length_in_any_order_of_ranks(norm: bool, seed: int) ->
 
 
 def test_value_heads_that_no_rank_count_divides() -> None:
-    """Hg = ceil(HV / W): 3 heads on 2 ranks, 3 heads on 4 ranks (an owner without heads)."""
-    for world_size in (2, 4):
-        batch = Batch((90,), heads=(1, 3))
+    """Hg = ceil(HV / W): 3 heads on 2 ranks, 6 heads of two key heads on 4 ranks (an owner without heads)."""
+    for world_size, heads in ((2, (1, 3)), (4, (2, 6))):
+        batch = Batch((90,), heads=heads)
         part = cut((90,), world_size, "zigzag")
         assert_close(gathered(on_ranks(batch, part), part), single_step(batch), 1e-11, f"{world_size} ranks")
 
