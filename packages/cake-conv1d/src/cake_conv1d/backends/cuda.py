@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-import torch
 from cake_core import device, loader, workspace
 from cake_core.layout import rows, vector
 from torch import Tensor
@@ -99,9 +98,7 @@ def backward(
         launch = plan.plan_backward(tokens, channels)
         partial = None
         if needs[1] and launch.partial_rows > 1:
-            scratch = workspace.take("conv1d", "partial", launch.partial_bytes(channels, width), index)
-            columns = channels * width
-            partial = scratch.view(torch.float32).as_strided((launch.partial_rows, columns), (columns, 1))
+            partial = workspace.take("conv1d", "partial", launch.partial_bytes(channels, width), index)
         _program("bwd", index)(
             dx,
             dweight,
