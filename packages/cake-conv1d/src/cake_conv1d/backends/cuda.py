@@ -231,7 +231,8 @@ def _edge(
 def _rows(value: Tensor, *, expanded: bool = True) -> Tensor:
     """[rows, C] as the kernels read it."""
     found = rows(value, expanded=expanded)
-    return found if plan.fits(found.shape[0], found.stride(0)) else found.contiguous()
+    # No channel count that a kernel takes makes dense rows too long; asking for sizes costs more than for denseness.
+    return found if found.is_contiguous() or plan.fits(found.shape[0], found.stride(0)) else found.contiguous()
 
 
 def _history(history: History | None) -> tuple[Tensor | None, Tensor | None]:
