@@ -43,13 +43,22 @@ STATES: dict[Case, tuple[str, str, str, str, str]] = {
 }
 
 # (case, policy) -> hashes of y, dx, dweight with SiLU. ex2.approx and rcp.approx are in them: they are promised for
-# devices of compute capability 9.0. None: nobody has recorded them yet; the test shows what the device has.
-SILU: dict[tuple[Case, str], tuple[str, str, str] | None] = {
-    (((37,), 264, 4, "float32"), "bf16"): None,
-    (((0, 1, 2, 3, 0, 33, 94, 0), 136, 4, "bfloat16"), "bf16"): None,
-    (((0, 1, 2, 3, 0, 33, 94, 0), 136, 4, "bfloat16"), "fp32"): None,
-    (((5, 128, 2, 65), 512, 3, "float32"), "fp32"): None,
-    (((300, 1, 299), 264, 2, "bfloat16"), "bf16"): None,
-    (((40, 500), 8192, 4, "bfloat16"), "bf16"): None,
-    (((4300,), 8192, 4, "bfloat16"), "bf16"): None,  # two blocks of tokens a partial row
+# devices of compute capability 9.0.
+SILU: dict[tuple[Case, str], tuple[str, str, str]] = {
+    (((37,), 264, 4, "float32"), "bf16"): ("bdd9f0adc82b6928", "4e3a3e5b7428f49a", "2355c6ba93778ffe"),
+    (((0, 1, 2, 3, 0, 33, 94, 0), 136, 4, "bfloat16"), "bf16"): (
+        "c4ec730de100e5f4",
+        "b061898a7d2b152a",
+        "ad2dd77b2750f961",
+    ),
+    (((0, 1, 2, 3, 0, 33, 94, 0), 136, 4, "bfloat16"), "fp32"): (
+        "c4ec730de100e5f4",
+        "55ecf1952b256931",
+        "74f26a1bf4e34c96",
+    ),
+    (((5, 128, 2, 65), 512, 3, "float32"), "fp32"): ("9f34a2c42ed6d56d", "ff945b58d4fa9bcf", "6b8a5c4a6c1cf7ec"),
+    (((300, 1, 299), 264, 2, "bfloat16"), "bf16"): ("a5c728cb6d361c7a", "b7475185e4e72c31", "64218072c355fe45"),
+    (((40, 500), 8192, 4, "bfloat16"), "bf16"): ("2adad2913b4c4f27", "8a121ad482542911", "76414e34767804d3"),
+    # Two blocks of tokens a partial row.
+    (((4300,), 8192, 4, "bfloat16"), "bf16"): ("a0a1d0bc390ca436", "c045cd768ab17a5d", "200e8577503dea3b"),
 }

@@ -13,6 +13,9 @@ __all__ = ["CpuTimer", "CudaTimer", "Timer", "captured"]
 
 _FLUSH_BYTES = 256 << 20  # above the L2 of every device we serve (50 MB on H200, 126 MB on B200)
 _CLOCK_HZ = 2e9  # only sets how long the device waits for the host
+# Clocks that the device waits at least, about 1 ms: a host thread that slept until the device was done takes several
+# times as long for its first call as for later ones.
+_LEAST_LEAD = 2_000_000
 
 
 class Timer(Protocol):
@@ -57,7 +60,7 @@ class CudaTimer:
         cuda: Any = self._torch.cuda
         begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         # The device is kept busy until the host has queued the whole call, so gaps between launches are not timed.
-        cuda._sleep(self._lead.get(run, 0))
+        cuda._sleep(max(self._lead.get(run, 0), _LEAST_LEAD))
         self._flush.zero_()
         begin.record()
         run()

@@ -176,7 +176,11 @@ def is_intercepted(*operands: Any) -> bool:
     A launch is invisible to it, and a tracer would record uninitialised outputs. A registered operator is not.
     """
     for value in operands:
-        if type(value) not in _PLAIN and getattr(type(value), "__torch_dispatch__", _NO_HANDLER) is not _NO_HANDLER:
+        if (
+            value is not None
+            and type(value) not in _PLAIN
+            and getattr(type(value), "__torch_dispatch__", _NO_HANDLER) is not _NO_HANDLER
+        ):
             return True
     return False
 

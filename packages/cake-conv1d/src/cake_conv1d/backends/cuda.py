@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-import torch
 from cake_core import device, loader, workspace
 from cake_core.layout import rows, vector
 from torch import Tensor
@@ -99,9 +98,7 @@ def backward(
         launch = plan.plan_backward(tokens, channels)
         partial = None
         if needs[1] and launch.partial_rows > 1:
-            scratch = workspace.take("conv1d", "partial", launch.partial_bytes(channels, width), index)
-            columns = channels * width
-            partial = scratch.view(torch.float32).as_strided((launch.partial_rows, columns), (columns, 1))
+            partial = workspace.take("conv1d", "partial", launch.partial_bytes(channels, width), index)
         _program("bwd", index)(
             dx,
             dweight,
@@ -234,7 +231,8 @@ def _edge(
 def _rows(value: Tensor, *, expanded: bool = True) -> Tensor:
     """[rows, C] as the kernels read it."""
     found = rows(value, expanded=expanded)
-    return found if plan.fits(found.shape[0], found.stride(0)) else found.contiguous()
+    # No channel count that a kernel takes makes dense rows too long; asking for sizes costs more than for denseness.
+    return found if found.is_contiguous() or plan.fits(found.shape[0], found.stride(0)) else found.contiguous()
 
 
 def _history(history: History | None) -> tuple[Tensor | None, Tensor | None]:

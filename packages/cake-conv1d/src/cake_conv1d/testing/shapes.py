@@ -52,11 +52,12 @@ _MODELS: Mapping[str, tuple[int, int]] = {
     "qwen3next-2k": (2048, 8192),
     "qwen3next-8k": (8192, 8192),
     "qwen3next-32k": (32768, 8192),
-    "qwen3next-128k": (131072, 8192),
+    "qwen3next-64k": (65536, 8192),
     "qwen35-27b-32k": (32768, 10240),
     "kimi-k3-32k": (32768, 12288),
     "kimi-linear-64k": (65536, 4096),
     "qwen35-27b-tp8-32k": (32768, 1280),
+    "qwen3next-128k": (131072, 8192),
 }
 _LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "1": {"documents": 1},

@@ -20,7 +20,7 @@ void check_partition(int64_t blocks, int64_t partial_rows, int64_t tokens) {
 }
 
 // dx, dy, x: [T, C] BF16, rows dense.  weight, dweight: [C, W], each BF16 or FP32, dense; weight 16-byte aligned.
-// partial: [partial_rows, C * W] FP32 scratch, needed where dweight is and partial_rows > 1.
+// partial: scratch for [partial_rows, C * W] FP32, needed where dweight is and partial_rows > 1.
 // cu_seqlens, length, history_*: as in the forward.  d_final: [N * H, C] BF16 or FP32, dense, or None.
 // skip: [N, H] int32 or None: see conv1d_bwd.h.  silu, round_preactivation: 0 or 1.
 // None for dx or dweight: that gradient is not wanted. The bits of dweight follow from blocks and partial_rows.

@@ -2,8 +2,10 @@
 //
 // Tile: one warp takes 32 tokens of 256 channels, 8 neighbouring channels a lane; the channel tiles of a row are
 // neighbouring warps, so that the CTAs that run at one time read a narrow window of whole rows. A lane keeps the last H
-// rows of its channels in registers, FP32, and the next 4 rows as they were loaded: each is fetched 4 tokens ahead. The
-// H rows before the tile are read again (from the L2).
+// rows of its channels in registers, FP32. The H rows before the tile are read again (from the L2).
+//
+// Loads: each lane copies its own 16 bytes of 4 rows at a time into its part of a ring in shared memory (cp.async),
+// three groups ahead. Nobody else reads them: no barrier.
 //
 // Two paths per group of 4 tokens, chosen for the whole warp: no document starts among them, so the rows run through
 // straight-line code; or one does, and each token asks. A document's first tokens see its history rows.
@@ -21,12 +23,51 @@ constexpr int kWarps = 4;        // of a CTA
 constexpr int kTileTokens = 32;  // of a warp
 constexpr int kGroup = 4;        // tokens between two document tests
 constexpr int kTileVecs = 32;    // vectors of 8 channels of a warp, one a lane
+constexpr int kStages = 4;       // groups of a lane's ring
 static_assert(kTileTokens % kGroup == 0);
 
-// This lane's channels of row t; of the last row of the tile from `end` on, where nobody reads them.
-__device__ __forceinline__ uint4 load_row(const uint4* x, int32_t x_stride, int32_t t, int32_t end) {
-  return *row_at(x, t < end ? t : end - 1, x_stride);
-}
+// Shared memory of a warp: [stage][token of the group][lane].
+struct Slots {
+  uint4 rows[kStages][kGroup][kTileVecs];
+};
+
+// This lane's channels of the tile's rows, a group of tokens after another, on their way to shared memory.
+class Ring {
+ public:
+  __device__ __forceinline__ Ring(Slots& slots, const uint4* x, int32_t x_stride, int32_t begin, int32_t end)
+      : slots_(&slots.rows[0][0][threadIdx.x % kTileVecs]), x_(x), x_stride_(x_stride), token_(begin), end_(end) {
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) fetch();
+  }
+
+  // Starts the copies of the next group; zeros for the rows behind the tile, which nobody reads.
+  __device__ __forceinline__ void fetch() {
+#pragma unroll
+    for (int u = 0; u < kGroup; ++u) {
+      const bool wanted = token_ + u < end_;
+      ptx::cp_async_16(slots_ + (filled_ * kGroup + u) * kTileVecs, row_at(x_, wanted ? token_ + u : 0, x_stride_),
+                       wanted);
+    }
+    ptx::cp_async_commit();
+    token_ += kGroup;
+    filled_ = filled_ + 1 == kStages ? 0 : filled_ + 1;
+  }
+
+  // The oldest group that is on its way has arrived; another fetch may overwrite the one before it.
+  __device__ __forceinline__ void wait() {
+    ptx::cp_async_wait<kStages - 2>();
+    read_ = read_ + 1 == kStages ? 0 : read_ + 1;
+  }
+
+  // Token u of the group that wait() waited for.
+  __device__ __forceinline__ uint4 row(int u) const { return slots_[(read_ * kGroup + u) * kTileVecs]; }
+
+ private:
+  uint4* slots_;
+  const uint4* x_;
+  int32_t x_stride_, token_, end_;
+  int filled_ = 0, read_ = -1;
+};
 
 template <int W, bool kSilu>
 struct Tile {
@@ -69,11 +110,10 @@ __global__ __launch_bounds__(32 * kWarps, 4) void conv1d_fwd(const __grid_consta
   const int vec = wanted < p.channel_vecs ? wanted : p.channel_vecs - 1;
   const uint4* x = static_cast<const uint4*>(p.x) + vec;
 
+  __shared__ Slots slots[kWarps];
+  Ring ring(slots[threadIdx.x / 32], x, p.x_stride, begin, end);
   Tile<W, kSilu> tile;
-  uint4 next[kGroup];  // rows on their way, the one of this token first
-  uint4 before[H];     // rows begin - H .. begin - 1
-#pragma unroll
-  for (int u = 0; u < kGroup; ++u) next[u] = load_row(x, p.x_stride, begin + u, end);
+  uint4 before[H];  // rows begin - H .. begin - 1
 #pragma unroll
   for (int k = 0; k < H; ++k) {
     before[k] = begin - H + k >= 0 ? *row_at(x, begin - H + k, p.x_stride) : make_uint4(0, 0, 0, 0);
@@ -95,33 +135,27 @@ __global__ __launch_bounds__(32 * kWarps, 4) void conv1d_fwd(const __grid_consta
   }
 
   for (int32_t t = begin; t < end; t += kGroup) {
+    ring.wait();
+    ring.fetch();
     if (t + kGroup <= document.end && t + kGroup <= end) {
-      uint4 rows[kGroup];
 #pragma unroll
-      for (int u = 0; u < kGroup; ++u) rows[u] = next[u];
-#pragma unroll
-      for (int u = 0; u < kGroup; ++u) next[u] = load_row(x, p.x_stride, t + kGroup + u, end);
-#pragma unroll
-      for (int u = 0; u < kGroup; ++u) tile.token(t + u, rows[u]);
+      for (int u = 0; u < kGroup; ++u) tile.token(t + u, ring.row(u));
       continue;
     }
 #pragma unroll 1
-    for (int32_t each = t; each < t + kGroup && each < end; ++each) {
-      const uint4 row = next[0];
-#pragma unroll
-      for (int u = 0; u + 1 < kGroup; ++u) next[u] = next[u + 1];
-      next[kGroup - 1] = load_row(x, p.x_stride, each + kGroup, end);
-      if (each >= document.end) {
-        document.advance(p.documents, each);
+    for (int u = 0; u < kGroup && t + u < end; ++u) {
+      if (t + u >= document.end) {
+        document.advance(p.documents, t + u);
         tile.enter(p, document);
 #pragma unroll
         for (int k = 0; k < H; ++k) {
           load_history(p.history, document.index, p.documents.count, k, H, vec, tile.window[k]);
         }
       }
-      tile.token(each, row);
+      tile.token(t + u, ring.row(u));
     }
   }
+  ptx::cp_async_wait<0>();
 }
 
 template <int W>

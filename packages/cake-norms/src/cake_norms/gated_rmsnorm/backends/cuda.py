@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from cake_core import device, loader, workspace
 from cake_core.layout import heads, vector
 from cake_core.operands import written
@@ -61,8 +60,7 @@ def backward(
     launch = plan.plan_backward(x.numel() // width, width)
     partial = None
     if needs[2] and launch.partial_rows > 1:
-        scratch = workspace.take("gated_rmsnorm", "partial", launch.partial_bytes(width), index)
-        partial = scratch.view(torch.float32).as_strided((launch.partial_rows, width), (width, 1))
+        partial = workspace.take("gated_rmsnorm", "partial", launch.partial_bytes(width), index)
     _program("bwd", index)(
         None if dx is None else heads(dx),
         None if dz is None else heads(dz),

@@ -71,8 +71,7 @@ def backward(
     launch = plan.plan_backward(x.numel() // hidden, hidden)
     partial = None
     if needs[1] and launch.partial_rows > 1:
-        scratch = workspace.take("rmsnorm", "partial", launch.partial_bytes(hidden), index)
-        partial = scratch.view(torch.float32).as_strided((launch.partial_rows, hidden), (hidden, 1))
+        partial = workspace.take("rmsnorm", "partial", launch.partial_bytes(hidden), index)
     _program("bwd", index)(
         None if dx is None else rows(dx),
         dweight,

@@ -33,6 +33,11 @@ __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// bar.arrive id, threads: as bar_sync, but this warp does not wait for the others.
+__device__ __forceinline__ void bar_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // cp.async.cg.shared.global: starts the copy of 16 bytes from `global` to `shared`, both 16-byte aligned, past the L1.
 // Where `wanted` is false it reads nothing and writes 16 zero bytes. The thread that started it sees the bytes after
 // cp_async_wait; other threads need a barrier behind that.
@@ -49,6 +54,33 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16: four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l %
+// 8 of matrix l / 8, 16 bytes, and gets in r[i] the elements [l / 4][2 (l % 4)] and the next one of matrix i. Trans: of
+// its transpose.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared)))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared)))
+               : "memory");
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32: d += a b, a warp's 16 x 8 product over 16. Lane l holds, as
+// pairs of neighbouring columns, rows l / 4 (+ 8 for a[1], a[3]) and columns 2 (l % 4) (+ 8 for a[2], a[3]) of a; rows
+// 2 (l % 4) (+ 8 for b[1]), as pairs of neighbouring rows, and column l / 4 of b; d[0], d[1] are row l / 4, columns
+// 2 (l % 4) and the next, d[2], d[3] eight rows below.
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // @p st.global.v2 / v4: stores where `wanted` is true, without a branch, so that the code around it stays one block

@@ -7,7 +7,7 @@ namespace cake::norms {
 namespace {
 
 // dx, dz, dy, x, z: [..., heads, D] BF16, dense or [tokens][heads][D] with strides.  dweight, weight: [D], each BF16 or
-// FP32.  activation: 0 silu, 1 sigmoid. partial: [partial_rows][D] FP32 scratch, needed where dweight is and
+// FP32.  activation: 0 silu, 1 sigmoid. partial: scratch for [partial_rows][D] FP32, needed where dweight is and
 // partial_rows > 1. The bits of dweight follow from partial_rows and waves (gated_rmsnorm_bwd.h). None for dx, dz or
 // dweight: that gradient is not wanted. Nothing is written where there are no rows.
 void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dz, ffi::Optional<ffi::TensorView> dweight,

@@ -17,7 +17,7 @@ void check_groups(int64_t row_groups, int64_t threads_per_row) {
 
 // dx, dy, x: [..., hidden] BF16, dense or [rows][hidden] with a row stride.  dweight, weight: [hidden], each BF16 or
 // FP32.  rstd: [rows] FP32 of the forward.
-// partial: [partial_rows][hidden] FP32 scratch, needed where dweight is and partial_rows > 1.
+// partial: scratch for [partial_rows][hidden] FP32, needed where dweight is and partial_rows > 1.
 // The bits of dweight follow from row_groups, partial_rows and waves (rmsnorm_bwd.h).
 // None for dx or dweight: that gradient is not wanted. Nothing is written where there are no rows.
 void run(ffi::Optional<ffi::TensorView> dx, ffi::Optional<ffi::TensorView> dweight,
