@@ -284,7 +284,8 @@ def tail(
     z = t.gamma * (S * dS).sum((-2, -1))
     rect = _suffix(strict.sum(-1) - strict.sum(-2))
     rect[..., 0] = 0.0
-    dg = _rows(z) + (x.cumsum(-1) - x) + _suffix(row.sum(-1)) + rect
+    before = torch.cat([torch.zeros_like(x[..., :1]), x[..., :-1].cumsum(-1)], -1)  # no difference: x_t may be large
+    dg = _rows(z) + before + _suffix(row.sum(-1)) + rect
     dq, dk = (_pull(_group_sum(d, t.group), raw, r, t.norm) for d, raw, r in ((dQ, t.q, t.r_q), (dK, t.k, t.r_k)))
     return rounding("dq", dq), rounding("dk", dk), dg, dbeta
 
