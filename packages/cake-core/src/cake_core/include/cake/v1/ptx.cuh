@@ -72,6 +72,16 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                : "memory");
 }
 
+// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16: the reverse of ldmatrix_x4_trans. Nothing before sm_90.
+__device__ __forceinline__ void stmatrix_x4_trans(void* shared, const uint32_t (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+#endif
+}
+
 // mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32: d += a b, a warp's 16 x 8 product over 16. Lane l holds, as
 // pairs of neighbouring columns, rows l / 4 (+ 8 for a[1], a[3]) and columns 2 (l % 4) (+ 8 for a[2], a[3]) of a; rows
 // 2 (l % 4) (+ 8 for b[1]), as pairs of neighbouring rows, and column l / 4 of b; d[0], d[1] are row l / 4, columns

@@ -52,6 +52,12 @@ __device__ __forceinline__ void load_constant(const float* base, int vec, float 
   f[4] = high.x, f[5] = high.y, f[6] = high.z, f[7] = high.w;
 }
 
+// One element of an array of BF16 or FP32 with no alignment beyond the element's.
+__device__ __forceinline__ float load_element(const void* base, int64_t index, bool as_fp32) {
+  if (as_fp32) return static_cast<const float*>(base)[index];
+  return __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(base)[index]) << 16);
+}
+
 // One FP32 value into an array of BF16 or FP32 with no alignment beyond the element's (a gradient in a flat buffer).
 __device__ __forceinline__ void store_element(void* base, int64_t index, float value, bool as_fp32) {
   if (as_fp32) {

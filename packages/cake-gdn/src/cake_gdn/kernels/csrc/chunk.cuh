@@ -1,0 +1,145 @@
+// Tiles and scalars of a chunk, and what the scans make of them: P and Z . D.
+#pragma once
+
+#include <cstdint>
+
+#include "cake/v1/vec.cuh"
+#include "cake/v1/wgmma.cuh"
+#include "gdn.h"
+
+namespace cake::gdn {
+
+inline constexpr int kWarpgroup = 128;                       // threads
+inline constexpr int kSquareBytes = kChunk * kTileRowBytes;  // [64][64] BF16
+inline constexpr int kRowsBytes = 2 * kSquareBytes;          // [64][128] BF16: columns 0-63, then 64-127
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+__device__ __forceinline__ float exp_of(float x) { return ptx::ex2_approx_ftz(__fmul_rn(x, kLog2E)); }
+
+// A token's row of a head.
+__device__ __forceinline__ const char* row_of(const HeadRows& rows, int64_t token, int head) {
+  return static_cast<const char*>(rows.data) + token * rows.token_bytes + head * rows.head_bytes;
+}
+
+// Starts copies of `kPieces` pieces of 16 bytes of each of 64 rows, `row_bytes` apart, into tiles of 64 columns; zeros
+// for the rows from `rows` on. By the `kWarpgroup` threads of a warpgroup, `thread` of which this is.
+template <int kPieces>
+__device__ __forceinline__ void copy_rows(char* tile, const char* from, int64_t row_bytes, int rows, int thread) {
+  constexpr int kStep = kWarpgroup / kPieces;  // rows at a time
+  static_assert(kStep % 8 == 0);               // rows of a thread are alike to the swizzle
+  const int row = thread / kPieces, piece = thread % kPieces;
+  char* to = tile + piece / 8 * kSquareBytes + swizzled(row, piece % 8 * 8);
+  const char* source = from + row * row_bytes + piece * 16;
+#pragma unroll
+  for (int i = 0; i < kChunk / kStep; ++i) {
+    const bool wanted = row + i * kStep < rows;
+    ptx::cp_async_16(to + i * kStep * kTileRowBytes, wanted ? source : from, wanted);
+    source += kStep * row_bytes;
+  }
+}
+
+// The scalars of a chunk's tokens, 0 behind its rows unless said otherwise.
+struct Scalars {
+  float G[kChunk];      // sum of g up to the token; its last value behind the rows
+  float b[kChunk];      // beta
+  float k_in[kChunk];   // c r_k: of K S
+  float k_out[kChunk];  // rho r_k: of the update
+  float q_in[kChunk];   // scale c r_q: of Q S
+  float q[kChunk];      // scale r_q
+  float k[kChunk];      // r_k
+  float gamma;          // e^G of the last row
+};
+
+// Two neighbouring tokens of a lane on their way from memory.
+struct Pair {
+  float g[2], b[2], r_q[2], r_k[2];
+
+  __device__ __forceinline__ void load(const Gates& gates, int64_t first, int rows, int head, int key_head,
+                                       int key_heads) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 2 * lane + i;
+      g[i] = b[i] = r_q[i] = r_k[i] = 0.f;
+      if (row >= rows) continue;
+      const int64_t t = first + row;
+      g[i] = gates.g[t * gates.g_token + head * gates.g_head];
+      b[i] = load_element(gates.beta, t * gates.beta_token + head * gates.beta_head, gates.beta_fp32);
+      r_q[i] = gates.r_q != nullptr ? gates.r_q[t * key_heads + key_head] : 1.f;
+      r_k[i] = gates.r_k != nullptr ? gates.r_k[t * key_heads + key_head] : 1.f;
+    }
+  }
+
+  // By one warp. Sums of g: inside of a lane, then over lanes by doubling distances.
+  __device__ __forceinline__ void to(Scalars& s, float scale) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    float low[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) low[i] = g[i] < -100.f ? -100.f : g[i];  // NaN stays
+    float sum = __fadd_rn(low[0], low[1]);
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const float before = __shfl_up_sync(0xffffffffu, sum, distance);
+      if (lane >= distance) sum = __fadd_rn(before, sum);
+    }
+    const float before = __shfl_up_sync(0xffffffffu, sum, 1);
+    float G[2];
+    G[0] = lane == 0 ? low[0] : __fadd_rn(before, low[0]);
+    G[1] = __fadd_rn(G[0], low[1]);
+    const float last = __shfl_sync(0xffffffffu, G[1], 31);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 2 * lane + i;
+      const float c = exp_of(G[i]), rho = exp_of(__fsub_rn(last, G[i]));
+      s.G[row] = G[i];
+      s.b[row] = b[i];
+      s.k[row] = r_k[i];
+      s.q[row] = __fmul_rn(scale, r_q[i]);
+      s.k_in[row] = __fmul_rn(c, r_k[i]);
+      s.k_out[row] = __fmul_rn(rho, r_k[i]);
+      s.q_in[row] = __fmul_rn(c, s.q[row]);
+    }
+    if (lane == 31) s.gamma = exp_of(G[1]);
+  }
+};
+
+// By a warpgroup, behind the arrival of the tiles and scalars: P = scale tril(Q^ K^^T) . D to `p`, Z . D to where Z is.
+// q, k: [64][128] tiles of raw rows.
+__device__ __forceinline__ void make_squares(const char* q, const char* k, char* z, char* p, const Scalars& s,
+                                             int thread) {
+  float sum[kChunk / 2];
+  ptx::wgmma_fence();
+  multiply<kHeadDim / 16>(sum, Operand<Along::kRows>(q, kSquareBytes), Operand<Along::kRows>(k, kSquareBytes), false);
+  ptx::wgmma_commit();
+  const int warp = thread / 32, lane = thread % 32;
+  const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
+  ptx::wgmma_wait<0>();
+  ptx::settle(sum);
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) {
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const int at = row + 8 * below, from = 8 * i + column;
+      uint32_t* to_p = reinterpret_cast<uint32_t*>(p + swizzled(at, from));
+      uint32_t* to_z = reinterpret_cast<uint32_t*>(z + swizzled(at, from));
+      float decay[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        // Selected before the exponential: above the diagonal the difference may be as large as it likes.
+        decay[e] = at >= from + e ? exp_of(__fsub_rn(s.G[at], s.G[from + e])) : 0.f;
+      }
+      const uint32_t packed = *to_z;
+      *to_z = ptx::cvt_rn_bf16x2(__fmul_rn(__uint_as_float(packed << 16), decay[0]),
+                                 __fmul_rn(__uint_as_float(packed & 0xffff0000u), decay[1]));
+      float value[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        value[e] = __fmul_rn(__fmul_rn(sum[4 * i + 2 * below + e], __fmul_rn(s.q[at], s.k[from + e])), decay[e]);
+        if (at < from + e) value[e] = 0.f;
+      }
+      *to_p = ptx::cvt_rn_bf16x2(value[0], value[1]);
+    }
+  }
+}
+
+}  // namespace cake::gdn

@@ -1,0 +1,284 @@
+// What the state scan and the adjoint scan share: a CTA that walks the chunks of a segment, forwards or backwards.
+//
+// A CTA takes a segment and 64 or 128 value columns of a head: one or two walking warpgroups with 64 columns each, and
+// one that prepares chunks for them. It copies the tiles of the chunk after next while the others walk a chunk, and
+// makes P, Z . D and the scalars of the next one. full[stage]: a chunk is prepared; empty[stage]: it has been walked.
+//
+// What walks is transposed, values x tokens or values x keys, so that the state and all that is made of it stay in
+// registers and are the register operand of the next product; the tiles are read from shared memory. No value column is
+// added to another one: the bits of a column do not depend on how many a CTA has.
+//
+//   shared memory, bytes; w walking warpgroups
+//   3 * (16384 + 16384 + 8192 w + 8192 + 8192)   stages: K, Q, V or dO, Z (then Z . D), P
+//   8192 w                                       staging of what leaves, 64 x 64 BF16
+//   3 * 1796, 6 * 8                              scalars, barriers
+#pragma once
+
+#include <cstdint>
+
+#include "cake/v1/launch.h"
+#include "chunk.cuh"
+
+namespace cake::gdn {
+
+inline constexpr int kStages = 3;
+inline constexpr int kColumns = 64;                          // value columns of a walking warpgroup
+inline constexpr int kPrepareBarrier = 1, kWalkBarrier = 2;  // + number of the walking warpgroup
+// Registers of a thread, of 504 for three threads of three warpgroups: what prepares has few.
+inline constexpr int kPrepareRegisters = 104, kWalkRegisters = 200;
+inline constexpr int kFew = 66;  // segments times heads up to which a head's columns are given to two CTAs
+inline constexpr int64_t kState = static_cast<int64_t>(kHeadDim) * kHeadDim;  // elements
+
+template <int kWalkers>
+struct Stage {
+  char k[kRowsBytes], q[kRowsBytes], x[kWalkers][kSquareBytes], z[kSquareBytes], p[kSquareBytes];
+};
+
+template <int kWalkers>
+struct Shared {
+  Stage<kWalkers> stages[kStages];
+  char staging[kWalkers][kSquareBytes];
+  Scalars scalars[kStages];
+  uint64_t full[kStages], empty[kStages];
+};
+
+// What this CTA walks.
+struct Walk {
+  Segment segment;
+  int head, column;  // first value column
+  int chunks;
+
+  // Chunk number `visit` in the order of the walk.
+  template <bool kBackwards>
+  __device__ __forceinline__ int chunk(int visit) const {
+    return kBackwards ? chunks - 1 - visit : visit;
+  }
+  __device__ __forceinline__ int64_t token(int chunk) const {
+    return segment.first + static_cast<int64_t>(kChunk) * chunk;
+  }
+  __device__ __forceinline__ int rows(int chunk) const {
+    const int left = segment.tokens - kChunk * chunk;
+    return left < kChunk ? left : kChunk;
+  }
+};
+
+template <int kWalkers>
+__device__ __forceinline__ Walk walk_of_cta(const ScanOperands& p) {
+  constexpr unsigned kParts = kHeadDim / (kColumns * kWalkers);  // CTAs of a head
+  Walk walk;
+  walk.segment = p.segments[blockIdx.x / (kParts * static_cast<unsigned>(p.heads))];
+  walk.head = static_cast<int>(blockIdx.x / kParts % static_cast<unsigned>(p.heads));
+  walk.column = static_cast<int>(blockIdx.x % kParts) * kColumns * kWalkers;
+  walk.chunks = (walk.segment.tokens + kChunk - 1) / kChunk;
+  return walk;
+}
+
+// Q' = scale c r_q o Q in place of a chunk's Q, by a warpgroup.
+__device__ __forceinline__ void scale_rows(char* q, const float (&by)[kChunk], int thread) {
+#pragma unroll
+  for (int i = 0; i < kRowsBytes / 16 / kWarpgroup; ++i) {
+    const int at = i * kWarpgroup + thread;  // 16 bytes, of one row whatever the swizzle
+    const float factor = by[at / 8 % kChunk];
+    float x[kVec];
+    widen(reinterpret_cast<const uint4*>(q)[at], x);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) x[e] = __fmul_rn(x[e], factor);
+    reinterpret_cast<uint4*>(q)[at] = narrow(x);
+  }
+}
+
+// The preparing warpgroup. Backwards it also replaces Q by Q'.
+template <int kWalkers, bool kBackwards>
+__device__ __forceinline__ void prepare(const ScanOperands& p, Shared<kWalkers>& shared, const Walk& walk) {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  const int key_head = walk.head / (p.heads / p.key_heads);
+  const int64_t z_token = static_cast<int64_t>(p.heads) * kTileRowBytes;
+  auto fetch = [&](int visit) {
+    if (visit < walk.chunks) {
+      Stage<kWalkers>& stage = shared.stages[visit % kStages];
+      const int chunk = walk.chunk<kBackwards>(visit), rows = walk.rows(chunk);
+      const int64_t t = walk.token(chunk);
+      copy_rows<16>(stage.k, row_of(p.k, t, key_head), p.k.token_bytes, rows, thread);
+      copy_rows<16>(stage.q, row_of(p.q, t, key_head), p.q.token_bytes, rows, thread);
+      copy_rows<8 * kWalkers>(stage.x[0], row_of(p.x, t, walk.head) + 2 * walk.column, p.x.token_bytes, rows, thread);
+      copy_rows<8>(stage.z, static_cast<const char*>(p.z) + t * z_token + walk.head * kTileRowBytes, z_token, rows,
+                   thread);
+    }
+    ptx::cp_async_commit();
+  };
+  Pair next;
+  auto load = [&](int visit) {
+    if (thread >= 32 || visit >= walk.chunks) return;
+    const int chunk = walk.chunk<kBackwards>(visit);
+    next.load(p.gates, walk.token(chunk), walk.rows(chunk), walk.head, key_head, p.key_heads);
+  };
+  load(0);
+  fetch(0);
+  fetch(1);
+  for (int visit = 0; visit < walk.chunks; ++visit) {
+    const int at = visit % kStages;
+    Stage<kWalkers>& stage = shared.stages[at];
+    if (thread < 32) next.to(shared.scalars[at], p.scale);
+    load(visit + 1);
+    ptx::cp_async_wait<1>();
+    ptx::fence_proxy_async();
+    ptx::bar_sync(kPrepareBarrier, kWarpgroup);
+    make_squares(stage.q, stage.k, stage.z, stage.p, shared.scalars[at], thread);
+    if constexpr (kBackwards) {
+      ptx::bar_sync(kPrepareBarrier, kWarpgroup);  // no product reads Q any more
+      scale_rows(stage.q, shared.scalars[at].q_in, thread);
+    }
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive(&shared.full[at]);
+    if (visit >= 1 && visit + 2 < walk.chunks) {  // the stage of visit + 2 is that of visit - 1
+      ptx::mbarrier_wait(&shared.empty[(visit + 2) % kStages], (visit - 1) / kStages % 2);
+    }
+    fetch(visit + 2);
+  }
+  ptx::cp_async_wait<0>();
+}
+
+// A walking warpgroup's thread, and how it lets values out.
+struct Walker {
+  int thread, warp, lane;
+  int barrier;
+  char* staging;  // of this warpgroup
+
+  __device__ __forceinline__ Walker(char* staging, int warpgroup)
+      : thread(static_cast<int>(threadIdx.x) % kWarpgroup),
+        warp(thread / 32),
+        lane(thread % 32),
+        barrier(kWalkBarrier + warpgroup),
+        staging(staging) {}
+
+  // Rows of `rows` x 64 BF16 in the staging tile -> 128 bytes of each of `rows` rows in memory, `row_bytes` apart.
+  __device__ __forceinline__ void copy_out(char* to, int64_t row_bytes, int rows) const {
+    ptx::bar_sync(barrier, kWarpgroup);
+#pragma unroll
+    for (int i = 0; i < kChunk * 8 / kWarpgroup; ++i) {
+      const int at = i * kWarpgroup + thread, row = at / 8, piece = at % 8;
+      const uint4 value = *reinterpret_cast<const uint4*>(staging + swizzled(row, 8 * piece));
+      ptx::store_if(reinterpret_cast<uint4*>(to + row * row_bytes + 16 * piece), value, row < rows);
+    }
+    ptx::bar_sync(barrier, kWarpgroup);
+  }
+
+  // A sum [64 values][64 tokens] to [token][value].
+  __device__ __forceinline__ void stage_transposed(const float (&sum)[kChunk / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kChunk / 8; i += 2) {
+      uint32_t r[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) r[j] = ptx::cvt_rn_bf16x2(sum[4 * i + 2 * j], sum[4 * i + 2 * j + 1]);
+      const int matrix = lane / 8;  // 0, 1: tokens 8 i and on, values + 0, + 8; 2, 3: the next 8 tokens
+      ptx::stmatrix_x4_trans(staging + swizzled(8 * (i + matrix / 2) + lane % 8, 16 * warp + 8 * (matrix % 2)), r);
+    }
+  }
+
+  // Register operands of k-steps 4 half .. 4 half + 3 of a [64 values][128 keys] sum to [value][key].
+  __device__ __forceinline__ void stage(const uint32_t (&a)[kHeadDim / 16][4], int half) const {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = 16 * warp + lane / 4 + 8 * (j % 2), column = 16 * step + 2 * (lane % 4) + 8 * (j / 2);
+        *reinterpret_cast<uint32_t*>(staging + swizzled(row, column)) = a[4 * half + step][j];
+      }
+    }
+  }
+};
+
+template <int N>
+__device__ __forceinline__ void scale_columns(float (&sum)[N], const float* by, int lane) {
+#pragma unroll
+  for (int i = 0; i < N / 4; ++i) {
+    const float2 two = *reinterpret_cast<const float2*>(by + 8 * i + 2 * (lane % 4));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[4 * i + j] = __fmul_rn(sum[4 * i + j], j % 2 == 0 ? two.x : two.y);
+  }
+}
+
+// Register operands of sum[.][token] * by[token].
+__device__ __forceinline__ void scaled_operand(const float (&sum)[kChunk / 2], const float* by, int lane,
+                                               uint32_t (&a)[kChunk / 16][4]) {
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) {
+    const float2 two = *reinterpret_cast<const float2*>(by + 8 * i + 2 * (lane % 4));
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      a[i / 2][2 * (i % 2) + j] =
+          ptx::cvt_rn_bf16x2(__fmul_rn(sum[4 * i + 2 * j], two.x), __fmul_rn(sum[4 * i + 2 * j + 1], two.y));
+    }
+  }
+}
+
+// Register operands of sum * by and of (sum * by) * more.
+__device__ __forceinline__ void scaled_operands(const float (&sum)[kChunk / 2], const float* by, const float* more,
+                                                int lane, uint32_t (&a)[kChunk / 16][4],
+                                                uint32_t (&b)[kChunk / 16][4]) {
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) {
+    const float2 one = *reinterpret_cast<const float2*>(by + 8 * i + 2 * (lane % 4));
+    const float2 two = *reinterpret_cast<const float2*>(more + 8 * i + 2 * (lane % 4));
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float low = __fmul_rn(sum[4 * i + 2 * j], one.x), high = __fmul_rn(sum[4 * i + 2 * j + 1], one.y);
+      a[i / 2][2 * (i % 2) + j] = ptx::cvt_rn_bf16x2(low, high);
+      b[i / 2][2 * (i % 2) + j] = ptx::cvt_rn_bf16x2(__fmul_rn(low, two.x), __fmul_rn(high, two.y));
+    }
+  }
+}
+
+// The element of d[i] of a [64 values][128 keys] sum in states, for the thread whose first value is `value`.
+__device__ __forceinline__ float* state_at(const StateRows& states, int64_t row, int head, int heads, int value,
+                                           int lane, int i) {
+  const int key = 8 * (i / 4) + 2 * (lane % 4) + i % 2, v = value + 8 * (i % 4 / 2);
+  return states.data + (row * heads + head) * kState + key * static_cast<int64_t>(states.k_stride) +
+         v * static_cast<int64_t>(states.v_stride);
+}
+__device__ __forceinline__ void load_state(const StateRows& states, int row, int head, int heads, int value, int lane,
+                                           float (&S)[kHeadDim / 2]) {
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) S[i] = row < 0 ? 0.f : *state_at(states, row, head, heads, value, lane, i);
+}
+__device__ __forceinline__ void store_state(const StateRows& states, int row, int head, int heads, int value, int lane,
+                                            const float (&S)[kHeadDim / 2]) {
+  if (row < 0) return;
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) *state_at(states, row, head, heads, value, lane, i) = S[i];
+}
+
+// Runs `body(warpgroup)` for every walking warpgroup beside the preparing one.
+template <int kWalkers, bool kBackwards, typename Body>
+__device__ __forceinline__ void run_scan(const ScanOperands& p, Shared<kWalkers>& shared, const Walk& walk,
+                                         const Body& body) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(&shared.full[i], kWarpgroup);
+      ptx::mbarrier_init(&shared.empty[i], kWalkers * kWarpgroup);
+    }
+  }
+  __syncthreads();
+  // By a shuffle, so that ptxas sees one value for a warp: it serializes products in branches that it thinks diverge.
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    if constexpr (kWalkers == 2) ptx::setmaxnreg_dec<kPrepareRegisters>();
+    prepare<kWalkers, kBackwards>(p, shared, walk);
+  } else {
+    if constexpr (kWalkers == 2) ptx::setmaxnreg_inc<kWalkRegisters>();
+    body(warpgroup - 1);
+  }
+}
+
+// The launch of a scan kernel with so many walking warpgroups.
+template <int kWalkers>
+Shape scan_shape(const ScanOperands& p) {
+  constexpr int kParts = kHeadDim / (kColumns * kWalkers);
+  Shape shape = {static_cast<unsigned>(p.segment_count) * static_cast<unsigned>(p.heads * kParts),
+                 (kWalkers + 1) * kWarpgroup};
+  shape.shared = sizeof(Shared<kWalkers>);
+  return shape;
+}
+inline bool few(const ScanOperands& p) { return static_cast<int64_t>(p.segment_count) * p.heads <= kFew; }
+
+}  // namespace cake::gdn
