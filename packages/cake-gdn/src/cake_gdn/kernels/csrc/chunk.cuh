@@ -40,14 +40,17 @@ __device__ __forceinline__ void copy_rows(char* tile, const char* from, int64_t 
 
 // The scalars of a chunk's tokens, 0 behind its rows unless said otherwise.
 struct Scalars {
-  float G[kChunk];      // sum of g up to the token; its last value behind the rows
-  float b[kChunk];      // beta
+  float G[kChunk];  // sum of g up to the token; its last value behind the rows
+  float b[kChunk];  // beta
+  float c[kChunk], rho[kChunk];
+  float r_q[kChunk];
   float k_in[kChunk];   // c r_k: of K S
   float k_out[kChunk];  // rho r_k: of the update
   float q_in[kChunk];   // scale c r_q: of Q S
   float q[kChunk];      // scale r_q
   float k[kChunk];      // r_k
   float gamma;          // e^G of the last row
+  float scale;
 };
 
 // Two neighbouring tokens of a lane on their way from memory.
@@ -93,6 +96,9 @@ struct Pair {
       const float c = exp_of(G[i]), rho = exp_of(__fsub_rn(last, G[i]));
       s.G[row] = G[i];
       s.b[row] = b[i];
+      s.c[row] = c;
+      s.rho[row] = rho;
+      s.r_q[row] = r_q[i];
       s.k[row] = r_k[i];
       s.q[row] = __fmul_rn(scale, r_q[i]);
       s.k_in[row] = __fmul_rn(c, r_k[i]);
@@ -100,6 +106,7 @@ struct Pair {
       s.q_in[row] = __fmul_rn(c, s.q[row]);
     }
     if (lane == 31) s.gamma = exp_of(G[1]);
+    if (lane == 0) s.scale = scale;
   }
 };
 

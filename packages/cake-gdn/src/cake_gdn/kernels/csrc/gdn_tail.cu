@@ -1,0 +1,456 @@
+// Tail of the backward: the gradients of q, k, g and beta of one chunk, from what the scans left.
+//
+//   F_O = dO e^T,  F_E = E e^T,  dbeta = diag F_E
+//   dPs = scale tril(F_O) b_j D,  dC = -strict_tril(b_i b_j F_E),  W = dC . D
+//   dQ^ = scale c o (dO S^T) + dPs K^
+//   dK^ = -(c b) o (E S^T) + (rho b) o (e dS'^T) + dPs^T Q^ + (W + W^T) K^
+//   dg_t = z + sum over i < t of x_i + sum over i >= t of a_i + rect(t), as docs/design.md has it
+//
+// A CTA takes a chunk and a key head and goes through the value heads of its group in order; dQ^ and dK^ stay in
+// registers across them, FP32, and are rounded once. Three warpgroups:
+//
+//   0   F_O, dPs, dO S^T, dPs K: dQ^
+//   1   F_E, W, (W + W^T) K, dPs^T Q: one part of dK^
+//   2   E S^T, e dS'^T: the other part of dK^; z
+//
+// Sums of a row: a thread's own columns ascending, then the four lanes of the row. Sums of a column: a thread's two
+// rows, the eight lanes of the column, then the four warps ascending.
+//
+//   shared memory, bytes
+//   2 * 16384     Q, K
+//   3 * 16384     dO, e, E of a head; at the end dq, dk on the way out
+//   2 * 32768     S, dS' of a head, tiles of 128 rows; at the end one part of dK^
+//   2 * 8192      dPs and W, for their transposes
+//   9500          scalars and sums of rows and columns
+#include "cake/v1/launch.h"
+#include "cake/v1/smem.cuh"
+#include "chunk.cuh"
+#include "gdn_tail.h"
+
+namespace cake::gdn {
+namespace {
+
+constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kStateTileBytes = kHeadDim * kTileRowBytes;  // [128][64]
+constexpr int kStateBytes = 2 * kStateTileBytes;
+constexpr int kPsBarrier = 1;  // dPs is written: warpgroups 0 and 1
+constexpr int kSums = kHeadDim / 2;
+constexpr int kFewRegisters = 136, kManyRegisters = 184;  // of 504 for three threads
+
+// Row and column sums of a part of s, the derivative with respect to the decays.
+struct Sums {
+  float rows[kChunk];
+  float columns[4][kChunk];  // by warp
+};
+
+struct Shared {
+  char q[kRowsBytes], k[kRowsBytes];
+  char dO[kRowsBytes], e[kRowsBytes], E[kRowsBytes];
+  char S[kStateBytes], dS[kStateBytes];
+  char dPs[kSquareBytes], W[kSquareBytes];
+  Scalars s;
+  Sums of_scores, of_gram;
+  float a_q[kChunk], a_k[kChunk], x[kChunk];
+  float z[4];
+};
+
+// [128][128] BF16 to two tiles of 128 rows, by a warpgroup.
+__device__ __forceinline__ void copy_state(char* tile, const void* from, int64_t state, int thread) {
+  const char* source = static_cast<const char*>(from) + state * kStateBytes;
+#pragma unroll 4
+  for (int i = 0; i < kStateBytes / 16 / kWarpgroup; ++i) {
+    const int at = i * kWarpgroup + thread, row = at / 16, piece = at % 16;
+    ptx::cp_async_16(tile + piece / 8 * kStateTileBytes + swizzled(row, piece % 8 * 8), source + at * 16, true);
+  }
+}
+
+// Where a thread's numbers of a [64][n] sum lie: d[4 i + 2 below + e] at row `row` + 8 below, column 8 i + `column` +
+// e.
+struct Place {
+  int row, column, warp, lane;
+  __device__ __forceinline__ explicit Place(int thread)
+      : row(16 * (thread / 32) + thread % 32 / 4), column(2 * (thread % 4)), warp(thread / 32), lane(thread % 32) {}
+};
+
+__device__ __forceinline__ float sum_quad(float value) {
+  value = __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, 1));
+  return __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+
+// The sums of a [64][64] fragment.
+__device__ __forceinline__ void sum_up(const float (&s)[kChunk / 2], const Place& at, Sums& sums) {
+#pragma unroll
+  for (int below = 0; below < 2; ++below) {
+    float row = 0.f;
+#pragma unroll
+    for (int i = 0; i < kChunk / 8; ++i) {
+      row = __fadd_rn(row, s[4 * i + 2 * below]);
+      row = __fadd_rn(row, s[4 * i + 2 * below + 1]);
+    }
+    row = sum_quad(row);
+    if (at.lane % 4 == 0) sums.rows[at.row + 8 * below] = row;
+  }
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float column = __fadd_rn(s[4 * i + e], s[4 * i + 2 + e]);
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        column = __fadd_rn(column, __shfl_xor_sync(0xffffffffu, column, distance));
+      }
+      if (at.lane < 4) sums.columns[at.warp][8 * i + at.column + e] = column;
+    }
+  }
+}
+
+// sum of x . d over the 128 columns of each of the thread's two rows; x: a [64][128] tile of BF16.
+__device__ __forceinline__ void dot_rows(const char* x, const float (&d)[kSums], const Place& at, float (&dot)[2]) {
+#pragma unroll
+  for (int below = 0; below < 2; ++below) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 8; ++i) {
+      const uint32_t two = *reinterpret_cast<const uint32_t*>(x + i / 8 * kSquareBytes +
+                                                              swizzled(at.row + 8 * below, i % 8 * 8 + at.column));
+      sum = __fmaf_rn(__uint_as_float(two << 16), d[4 * i + 2 * below], sum);
+      sum = __fmaf_rn(__uint_as_float(two & 0xffff0000u), d[4 * i + 2 * below + 1], sum);
+    }
+    dot[below] = sum_quad(sum);
+  }
+}
+
+__device__ __forceinline__ float decay(const Scalars& s, int row, int column) {
+  return row >= column ? exp_of(__fsub_rn(s.G[row], s.G[column])) : 0.f;
+}
+
+// Warpgroup 0, one value head.
+__device__ __forceinline__ void scores(Shared& shared, const Place& at, float (&dQ)[kSums]) {
+  const Scalars& s = shared.s;
+  const Operand<Along::kRows> dO(shared.dO, kSquareBytes);
+  float F[kChunk / 2], QK[kChunk / 2];
+  ptx::wgmma_fence();
+  multiply<kHeadDim / 16>(F, dO, Operand<Along::kRows>(shared.e, kSquareBytes), false);
+  multiply<kHeadDim / 16>(QK, Operand<Along::kRows>(shared.q, kSquareBytes),
+                          Operand<Along::kRows>(shared.k, kSquareBytes), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::settle(F);
+  ptx::settle(QK);
+  uint32_t dPs[kChunk / 16][4];
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) {
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const int row = at.row + 8 * below, from = 8 * i + at.column;
+      float by_k[2], by_q[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = from + e, n = 4 * i + 2 * below + e;
+        const float D = decay(s, row, column);
+        const float bF = row >= column ? __fmul_rn(s.b[column], F[n]) : 0.f;
+        // scale is in s.q = scale r_q: dPs r_q / scale comes first.
+        const float dP = __fmul_rn(bF, D);
+        by_q[e] = __fmul_rn(dP, s.q[row]);
+        by_k[e] = __fmul_rn(__fmul_rn(dP, s.scale), s.k[column]);
+        const float P = __fmul_rn(__fmul_rn(QK[n], __fmul_rn(s.q[row], s.k[column])), D);
+        F[n] = row > column ? __fmul_rn(bF, P) : 0.f;
+      }
+      dPs[i / 2][2 * (i % 2) + below] = ptx::cvt_rn_bf16x2(by_k[0], by_k[1]);
+      *reinterpret_cast<uint32_t*>(shared.dPs + swizzled(row, from)) = ptx::cvt_rn_bf16x2(by_q[0], by_q[1]);
+    }
+  }
+  ptx::fence_proxy_async();
+  ptx::bar_arrive(kPsBarrier, 2 * kWarpgroup);
+  sum_up(F, at, shared.of_scores);
+
+  float dQi[kSums];
+  ptx::wgmma_fence();
+  multiply<kHeadDim / 16>(dQi, dO, Operand<Along::kColumns>(shared.S, kStateTileBytes), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::settle(dQi);
+  float dot[2];
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) {
+    const int row = at.row + 8 * (i % 4 / 2);
+    dQi[i] = __fmul_rn(dQi[i], __fmul_rn(s.c[row], s.scale));
+    dQ[i] = __fadd_rn(dQ[i], dQi[i]);
+  }
+  dot_rows(shared.q, dQi, at, dot);
+#pragma unroll
+  for (int below = 0; below < 2; ++below) {
+    const int row = at.row + 8 * below;
+    if (at.lane % 4 == 0) shared.a_q[row] = __fmul_rn(dot[below], s.r_q[row]);
+  }
+  ptx::wgmma_fence();
+  multiply<kChunk / 16>(dQ, dPs, Operand<Along::kColumns>(shared.k, kSquareBytes), true);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::settle(dQ);
+}
+
+// Warpgroup 1, one value head.
+__device__ __forceinline__ void gram(Shared& shared, const Place& at, int64_t first, int rows, const Tail& p, int head,
+                                     float (&dK)[kSums]) {
+  const Scalars& s = shared.s;
+  const Operand<Along::kRows> k(shared.k, kSquareBytes);
+  const Operand<Along::kColumns> k_columns(shared.k, kSquareBytes);
+  float F[kChunk / 2], KK[kChunk / 2];
+  ptx::wgmma_fence();
+  multiply<kHeadDim / 16>(F, Operand<Along::kRows>(shared.E, kSquareBytes),
+                          Operand<Along::kRows>(shared.e, kSquareBytes), false);
+  multiply<kHeadDim / 16>(KK, k, k, false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::settle(F);
+  ptx::settle(KK);
+  uint32_t W[kChunk / 16][4];
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) {
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const int row = at.row + 8 * below, from = 8 * i + at.column;
+      float by_column[2], by_row[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = from + e, n = 4 * i + 2 * below + e;
+        if (row == column && row < rows) {
+          store_element(p.dbeta, (first + row) * p.heads + head, F[n], p.dbeta_fp32);
+        }
+        const float dC = row > column ? -__fmul_rn(__fmul_rn(s.b[row], s.b[column]), F[n]) : 0.f;
+        const float w = __fmul_rn(dC, decay(s, row, column));
+        by_column[e] = __fmul_rn(w, s.k[column]);
+        by_row[e] = __fmul_rn(w, s.k[row]);
+        F[n] = __fmul_rn(w, __fmul_rn(KK[n], __fmul_rn(s.k[row], s.k[column])));
+      }
+      W[i / 2][2 * (i % 2) + below] = ptx::cvt_rn_bf16x2(by_column[0], by_column[1]);
+      *reinterpret_cast<uint32_t*>(shared.W + swizzled(row, from)) = ptx::cvt_rn_bf16x2(by_row[0], by_row[1]);
+    }
+  }
+  ptx::fence_proxy_async();
+  ptx::bar_sync(kPsBarrier, 2 * kWarpgroup);  // dPs, and W of all warps
+  ptx::wgmma_fence();
+  multiply<kChunk / 16>(dK, W, k_columns, true);
+  multiply<kChunk / 16>(dK, Operand<Along::kColumns>(shared.W, kSquareBytes), k_columns, true);
+  multiply<kChunk / 16>(dK, Operand<Along::kColumns>(shared.dPs, kSquareBytes),
+                        Operand<Along::kColumns>(shared.q, kSquareBytes), true);
+  ptx::wgmma_commit();
+  sum_up(F, at, shared.of_gram);
+  ptx::wgmma_wait<0>();
+  ptx::settle(dK);
+}
+
+// Warpgroup 2, one value head.
+__device__ __forceinline__ void states(Shared& shared, const Place& at, int thread, float (&dK)[kSums]) {
+  const Scalars& s = shared.s;
+  float z = 0.f;
+#pragma unroll 4
+  for (int i = 0; i < kStateBytes / 16 / kWarpgroup; ++i) {
+    float x[kVec], y[kVec];
+    widen(reinterpret_cast<const uint4*>(shared.S)[i * kWarpgroup + thread], x);
+    widen(reinterpret_cast<const uint4*>(shared.dS)[i * kWarpgroup + thread], y);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) z = __fmaf_rn(x[e], y[e], z);
+  }
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    z = __fadd_rn(z, __shfl_xor_sync(0xffffffffu, z, distance));
+  }
+  if (at.lane == 0) shared.z[at.warp] = z;
+
+  float part[kSums], dot[2];
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {  // E S^T, then e dS'^T
+    ptx::wgmma_fence();
+    multiply<kHeadDim / 16>(part, Operand<Along::kRows>(which == 0 ? shared.E : shared.e, kSquareBytes),
+                            Operand<Along::kColumns>(which == 0 ? shared.S : shared.dS, kStateTileBytes), false);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::settle(part);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const int row = at.row + 8 * (i % 4 / 2);
+      part[i] = __fmul_rn(part[i], __fmul_rn(which == 0 ? -s.c[row] : s.rho[row], s.b[row]));
+      dK[i] = __fadd_rn(dK[i], part[i]);
+    }
+    dot_rows(shared.k, part, at, dot);
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const int row = at.row + 8 * below;
+      if (at.lane % 4 == 0) (which == 0 ? shared.a_k : shared.x)[row] = __fmul_rn(dot[below], s.k[row]);
+    }
+  }
+}
+
+// dg of a chunk and value head, by one warp, two tokens a lane: sums over lanes by doubling distances.
+__device__ __forceinline__ void gate_gradient(const Shared& shared, float* dg, int64_t stride, int rows) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float x[2], later[2], z = shared.z[0];  // x: summed over earlier tokens; later: over this one and later ones
+#pragma unroll
+  for (int warp = 1; warp < 4; ++warp) z = __fadd_rn(z, shared.z[warp]);
+  z = __fmul_rn(z, shared.s.gamma);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * lane + i;
+    float columns[2] = {0.f, 0.f};
+#pragma unroll
+    for (int warp = 0; warp < 4; ++warp) {
+      columns[0] = __fadd_rn(columns[0], shared.of_scores.columns[warp][row]);
+      columns[1] = __fadd_rn(columns[1], shared.of_gram.columns[warp][row]);
+    }
+    x[i] = shared.x[row];
+    later[i] =
+        __fadd_rn(__fsub_rn(shared.of_scores.rows[row], columns[0]), __fsub_rn(shared.of_gram.rows[row], columns[1]));
+  }
+  float a[2] = {__fadd_rn(shared.a_q[2 * lane], shared.a_k[2 * lane]),
+                __fadd_rn(shared.a_q[2 * lane + 1], shared.a_k[2 * lane + 1])};
+  float before = __fadd_rn(x[0], x[1]), rect = __fadd_rn(later[0], later[1]), after = __fadd_rn(a[0], a[1]);
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float lower = __shfl_up_sync(0xffffffffu, before, distance);
+    const float upper = __shfl_down_sync(0xffffffffu, rect, distance);
+    const float above = __shfl_down_sync(0xffffffffu, after, distance);
+    if (lane >= distance) before = __fadd_rn(lower, before);
+    if (lane + distance < 32) rect = __fadd_rn(rect, upper), after = __fadd_rn(after, above);
+  }
+  // Exclusive of this lane's tokens.
+  const float x_before = __shfl_up_sync(0xffffffffu, before, 1);
+  const float rect_after = __shfl_down_sync(0xffffffffu, rect, 1), a_after = __shfl_down_sync(0xffffffffu, after, 1);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * lane + i;
+    const bool second = i == 1;
+    const float earlier_x = __fadd_rn(lane == 0 ? 0.f : x_before, second ? x[0] : 0.f);
+    const float own_a = second ? a[1] : __fadd_rn(a[0], a[1]);
+    const float own_rect = second ? later[1] : __fadd_rn(later[0], later[1]);
+    const float sum_a = __fadd_rn(own_a, lane == 31 ? 0.f : a_after);
+    // No pair straddles the first token: exactly 0, not a sum that cancels.
+    const float sum_rect = row == 0 ? 0.f : __fadd_rn(own_rect, lane == 31 ? 0.f : rect_after);
+    if (row < rows) dg[row * stride] = __fadd_rn(__fadd_rn(z, earlier_x), __fadd_rn(sum_a, sum_rect));
+  }
+}
+
+// The gradient of the normalised rows -> that of the raw ones, rounded, to a [64][128] tile.
+__device__ __forceinline__ void pull_back(float (&d)[kSums], const char* raw, const float (&r)[kChunk], bool norm,
+                                          const Place& at, char* tile) {
+  float dot[2] = {0.f, 0.f};
+  if (norm) dot_rows(raw, d, at, dot);
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 8; ++i) {
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const int row = at.row + 8 * below;
+      const int place = i / 8 * kSquareBytes + swizzled(row, i % 8 * 8 + at.column);
+      float two[2] = {d[4 * i + 2 * below], d[4 * i + 2 * below + 1]};
+      if (norm) {
+        const uint32_t x = *reinterpret_cast<const uint32_t*>(raw + place);
+        const float r_row = r[row], along = __fmul_rn(__fmul_rn(r_row, r_row), dot[below]);
+        two[0] = __fmul_rn(r_row, __fmaf_rn(-__uint_as_float(x << 16), along, two[0]));
+        two[1] = __fmul_rn(r_row, __fmaf_rn(-__uint_as_float(x & 0xffff0000u), along, two[1]));
+      }
+      *reinterpret_cast<uint32_t*>(tile + place) = ptx::cvt_rn_bf16x2(two[0], two[1]);
+    }
+  }
+}
+
+// A [64][128] tile to rows in memory, by a warpgroup that has met behind its writing.
+__device__ __forceinline__ void copy_rows_out(const char* tile, const HeadRows& to, int64_t first, int head, int rows,
+                                              int thread) {
+  char* out = const_cast<char*>(row_of(to, first, head));
+#pragma unroll
+  for (int i = 0; i < kRowsBytes / 16 / kWarpgroup; ++i) {
+    const int at = i * kWarpgroup + thread, row = at / 16, piece = at % 16;
+    const uint4 value = *reinterpret_cast<const uint4*>(tile + piece / 8 * kSquareBytes + swizzled(row, piece % 8 * 8));
+    ptx::store_if(reinterpret_cast<uint4*>(out + row * to.token_bytes + 16 * piece), value, row < rows);
+  }
+}
+
+__global__ __launch_bounds__(kThreads, 1) void gdn_tail(const __grid_constant__ Tail p) {
+  Shared& shared = *dynamic_shared<Shared>();
+  const int key_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.key_heads));
+  const unsigned number = blockIdx.x / static_cast<unsigned>(p.key_heads);
+  const Chunk chunk = p.chunks[number];
+  if (chunk.rows == 0) return;
+  const int group = p.heads / p.key_heads;
+  // By a shuffle: see scan.cuh.
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  const Place at(thread);
+  const bool norm = p.gates.r_q != nullptr;
+  if (warpgroup == 1) {
+    ptx::setmaxnreg_dec<kFewRegisters>();
+  } else {
+    ptx::setmaxnreg_inc<kManyRegisters>();
+  }
+  float d[kSums];  // dQ^, and the two parts of dK^
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) d[i] = 0.f;
+
+  if (warpgroup == 0) copy_rows<16>(shared.q, row_of(p.q, chunk.first, key_head), p.q.token_bytes, chunk.rows, thread);
+  if (warpgroup == 1) copy_rows<16>(shared.k, row_of(p.k, chunk.first, key_head), p.k.token_bytes, chunk.rows, thread);
+  for (int member = 0; member < group; ++member) {
+    const int head = key_head * group + member;
+    const int64_t rows_bytes = static_cast<int64_t>(p.heads) * kHeadDim * 2,
+                  state = static_cast<int64_t>(number) * p.heads + head;
+    const int64_t row = chunk.first * rows_bytes + static_cast<int64_t>(head) * kHeadDim * 2;
+    if (warpgroup == 0) {
+      copy_rows<16>(shared.dO, row_of(p.dO, chunk.first, head), p.dO.token_bytes, chunk.rows, thread);
+      copy_rows<16>(shared.e, static_cast<const char*>(p.e) + row, rows_bytes, chunk.rows, thread);
+      copy_rows<16>(shared.E, static_cast<const char*>(p.E) + row, rows_bytes, chunk.rows, thread);
+    } else {
+      copy_state(warpgroup == 1 ? shared.S : shared.dS, warpgroup == 1 ? p.states : p.adjoints, state, thread);
+    }
+    ptx::cp_async_commit();
+    if (warpgroup == 2 && thread < 32) {
+      Pair pair;
+      pair.load(p.gates, chunk.first, chunk.rows, head, key_head, p.key_heads);
+      pair.to(shared.s, p.scale);
+    }
+    ptx::cp_async_wait<0>();
+    ptx::fence_proxy_async();
+    __syncthreads();
+    if (warpgroup == 0) {
+      scores(shared, at, d);
+    } else if (warpgroup == 1) {
+      gram(shared, at, chunk.first, chunk.rows, p, head, d);
+    } else {
+      states(shared, at, thread, d);
+    }
+    __syncthreads();
+    // The next head's scalars and sums are written behind the barrier above by this warp, or behind the next one.
+    if (warpgroup == 2 && thread < 32) {
+      gate_gradient(shared, p.dg + chunk.first * static_cast<int64_t>(p.heads) + head, p.heads, chunk.rows);
+    }
+  }
+
+  // dK^ = part of warpgroup 1 + part of warpgroup 2.
+  float* other = reinterpret_cast<float*>(shared.S);  // [register][thread]
+  if (warpgroup == 1) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) other[i * kWarpgroup + thread] = d[i];
+  }
+  __syncthreads();
+  if (warpgroup == 1) return;
+  if (warpgroup == 2) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) d[i] = __fadd_rn(other[i * kWarpgroup + thread], d[i]);
+    pull_back(d, shared.k, shared.s.k, norm, at, shared.E);
+    ptx::bar_sync(3, kWarpgroup);
+    copy_rows_out(shared.E, p.dk, chunk.first, key_head, chunk.rows, thread);
+  } else {
+    pull_back(d, shared.q, shared.s.r_q, norm, at, shared.dO);
+    ptx::bar_sync(2, kWarpgroup);
+    copy_rows_out(shared.dO, p.dq, chunk.first, key_head, chunk.rows, thread);
+  }
+}
+
+}  // namespace
+
+void launch_gdn_tail(const Tail& p, cudaStream_t stream) {
+  Shape shape = {static_cast<unsigned>(p.chunk_count) * static_cast<unsigned>(p.key_heads), kThreads};
+  shape.shared = sizeof(Shared);
+  (void)launch(&gdn_tail, shape, stream, p);
+}
+
+}  // namespace cake::gdn
