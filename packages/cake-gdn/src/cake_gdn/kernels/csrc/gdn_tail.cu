@@ -33,7 +33,8 @@ namespace {
 constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kStateTileBytes = kHeadDim * kTileRowBytes;  // [128][64]
 constexpr int kStateBytes = 2 * kStateTileBytes;
-constexpr int kPsBarrier = 1;  // dPs is written: warpgroups 0 and 1
+constexpr int kPsBarrier = 1;   // dPs is written: warpgroups 0 and 1
+constexpr int kOutBarrier = 2;  // + 1 for dk: a tile is ready to leave
 constexpr int kSums = kHeadDim / 2;
 constexpr int kFewRegisters = 136, kManyRegisters = 184;  // of 504 for three threads
 
@@ -366,43 +367,34 @@ __device__ __forceinline__ void copy_rows_out(const char* tile, const HeadRows& 
   }
 }
 
-__global__ __launch_bounds__(kThreads, 1) void gdn_tail(const __grid_constant__ Tail p) {
-  Shared& shared = *dynamic_shared<Shared>();
-  const int key_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.key_heads));
-  const unsigned number = blockIdx.x / static_cast<unsigned>(p.key_heads);
-  const Chunk chunk = p.chunks[number];
-  if (chunk.rows == 0) return;
+// What one warpgroup does, from the first tile to the last row. A function for each, so that each has its registers.
+template <int kWarpgroupNumber>
+__device__ __forceinline__ void run(const Tail& p, Shared& shared, const Chunk& chunk, int64_t number, int key_head) {
+  constexpr bool kScores = kWarpgroupNumber == 0, kGram = kWarpgroupNumber == 1, kStates = kWarpgroupNumber == 2;
   const int group = p.heads / p.key_heads;
-  // By a shuffle: see scan.cuh.
-  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const Place at(thread);
   const bool norm = p.gates.r_q != nullptr;
-  if (warpgroup == 1) {
-    ptx::setmaxnreg_dec<kFewRegisters>();
-  } else {
-    ptx::setmaxnreg_inc<kManyRegisters>();
-  }
-  float d[kSums];  // dQ^, and the two parts of dK^
+  float d[kSums];  // dQ^, or a part of dK^
 #pragma unroll
   for (int i = 0; i < kSums; ++i) d[i] = 0.f;
 
-  if (warpgroup == 0) copy_rows<16>(shared.q, row_of(p.q, chunk.first, key_head), p.q.token_bytes, chunk.rows, thread);
-  if (warpgroup == 1) copy_rows<16>(shared.k, row_of(p.k, chunk.first, key_head), p.k.token_bytes, chunk.rows, thread);
+  if constexpr (kScores)
+    copy_rows<16>(shared.q, row_of(p.q, chunk.first, key_head), p.q.token_bytes, chunk.rows, thread);
+  if constexpr (kGram) copy_rows<16>(shared.k, row_of(p.k, chunk.first, key_head), p.k.token_bytes, chunk.rows, thread);
   for (int member = 0; member < group; ++member) {
     const int head = key_head * group + member;
-    const int64_t rows_bytes = static_cast<int64_t>(p.heads) * kHeadDim * 2,
-                  state = static_cast<int64_t>(number) * p.heads + head;
-    const int64_t row = chunk.first * rows_bytes + static_cast<int64_t>(head) * kHeadDim * 2;
-    if (warpgroup == 0) {
+    if constexpr (kScores) {
+      const int64_t token = static_cast<int64_t>(p.heads) * kHeadDim * 2;
+      const int64_t row = chunk.first * token + static_cast<int64_t>(head) * kHeadDim * 2;
       copy_rows<16>(shared.dO, row_of(p.dO, chunk.first, head), p.dO.token_bytes, chunk.rows, thread);
-      copy_rows<16>(shared.e, static_cast<const char*>(p.e) + row, rows_bytes, chunk.rows, thread);
-      copy_rows<16>(shared.E, static_cast<const char*>(p.E) + row, rows_bytes, chunk.rows, thread);
-    } else {
-      copy_state(warpgroup == 1 ? shared.S : shared.dS, warpgroup == 1 ? p.states : p.adjoints, state, thread);
+      copy_rows<16>(shared.e, static_cast<const char*>(p.e) + row, token, chunk.rows, thread);
+      copy_rows<16>(shared.E, static_cast<const char*>(p.E) + row, token, chunk.rows, thread);
     }
+    if constexpr (kGram) copy_state(shared.S, p.states, number * p.heads + head, thread);
+    if constexpr (kStates) copy_state(shared.dS, p.adjoints, number * p.heads + head, thread);
     ptx::cp_async_commit();
-    if (warpgroup == 2 && thread < 32) {
+    if (kStates && thread < 32) {
       Pair pair;
       pair.load(p.gates, chunk.first, chunk.rows, head, key_head, p.key_heads);
       pair.to(shared.s, p.scale);
@@ -410,38 +402,53 @@ __global__ __launch_bounds__(kThreads, 1) void gdn_tail(const __grid_constant__ 
     ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
     __syncthreads();
-    if (warpgroup == 0) {
-      scores(shared, at, d);
-    } else if (warpgroup == 1) {
-      gram(shared, at, chunk.first, chunk.rows, p, head, d);
-    } else {
-      states(shared, at, thread, d);
-    }
+    if constexpr (kScores) scores(shared, at, d);
+    if constexpr (kGram) gram(shared, at, chunk.first, chunk.rows, p, head, d);
+    if constexpr (kStates) states(shared, at, thread, d);
     __syncthreads();
-    // The next head's scalars and sums are written behind the barrier above by this warp, or behind the next one.
-    if (warpgroup == 2 && thread < 32) {
+    // This warp alone writes the next head's scalars; the sums are written behind the next barrier.
+    if (kStates && thread < 32) {
       gate_gradient(shared, p.dg + chunk.first * static_cast<int64_t>(p.heads) + head, p.heads, chunk.rows);
     }
   }
 
   // dK^ = part of warpgroup 1 + part of warpgroup 2.
-  float* other = reinterpret_cast<float*>(shared.S);  // [register][thread]
-  if (warpgroup == 1) {
+  float* part = reinterpret_cast<float*>(shared.S);  // [register][thread]
+  if constexpr (kGram) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) other[i * kWarpgroup + thread] = d[i];
+    for (int i = 0; i < kSums; ++i) part[i * kWarpgroup + thread] = d[i];
   }
   __syncthreads();
-  if (warpgroup == 1) return;
-  if (warpgroup == 2) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) d[i] = __fadd_rn(other[i * kWarpgroup + thread], d[i]);
-    pull_back(d, shared.k, shared.s.k, norm, at, shared.E);
-    ptx::bar_sync(3, kWarpgroup);
-    copy_rows_out(shared.E, p.dk, chunk.first, key_head, chunk.rows, thread);
-  } else {
+  if constexpr (kScores) {
     pull_back(d, shared.q, shared.s.r_q, norm, at, shared.dO);
-    ptx::bar_sync(2, kWarpgroup);
+    ptx::bar_sync(kOutBarrier, kWarpgroup);
     copy_rows_out(shared.dO, p.dq, chunk.first, key_head, chunk.rows, thread);
+  }
+  if constexpr (kStates) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) d[i] = __fadd_rn(part[i * kWarpgroup + thread], d[i]);
+    pull_back(d, shared.k, shared.s.k, norm, at, shared.E);
+    ptx::bar_sync(kOutBarrier + 1, kWarpgroup);
+    copy_rows_out(shared.E, p.dk, chunk.first, key_head, chunk.rows, thread);
+  }
+}
+
+__global__ __launch_bounds__(kThreads, 1) void gdn_tail(const __grid_constant__ Tail p) {
+  Shared& shared = *dynamic_shared<Shared>();
+  const int key_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.key_heads));
+  const int64_t number = blockIdx.x / static_cast<unsigned>(p.key_heads);
+  const Chunk chunk = p.chunks[number];
+  if (chunk.rows == 0) return;
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);  // see scan.cuh
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_inc<kManyRegisters>();
+    run<0>(p, shared, chunk, number, key_head);
+  } else if (warpgroup == 1) {
+    ptx::setmaxnreg_dec<kFewRegisters>();
+    run<1>(p, shared, chunk, number, key_head);
+  } else {
+    ptx::setmaxnreg_inc<kManyRegisters>();
+    run<2>(p, shared, chunk, number, key_head);
   }
 }
 
