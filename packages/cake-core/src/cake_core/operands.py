@@ -177,8 +177,8 @@ def is_intercepted(*operands: Any) -> bool:
     """
     for value in operands:
         if (
-            value is not None
-            and type(value) not in _PLAIN
+            type(value) not in _PLAIN
+            and value is not None
             and getattr(type(value), "__torch_dispatch__", _NO_HANDLER) is not _NO_HANDLER
         ):
             return True
