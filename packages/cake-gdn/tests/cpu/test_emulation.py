@@ -9,7 +9,7 @@ import torch
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
 from cake_core.testing.operands import normal
 from cake_gdn.testing import budgets, emulation, oracle, shapes, steps
-from cake_gdn.testing.tiles import EXACT, HOPPER, POINTS, Rounding
+from cake_gdn.testing.tiles import EXACT, HOPPER, POINTS, Rounding, Tiles, make_tiles
 from torch import Tensor
 
 F64 = torch.float64
@@ -88,6 +88,27 @@ def test_segments_cost_no_more_than_the_serial_scan() -> None:
     for name in oracle.NAMES:
         errors = [assert_rel_rms(e[name], want[name], budgets.BUDGETS[name].rel_rms, name) for e in (serial, cut)]
         assert errors[1] <= 1.1 * errors[0], name
+
+
+def test_without_the_norm_walked_operands_are_sums_of_three() -> None:
+    """Spec 3.7: nothing bounds the map then, so its operands lose nothing; with one BF16 number each they would."""
+    step = steps.make_step((256,), (1, 2), gates="none", norm=False)
+    assert step.do is not None
+    operands = step.q, step.k, step.v, step.g, step.beta
+    wide, t = (make_tiles(*operands, wide=dtype) for dtype in (torch.float64, torch.float32))
+    rounding, do = HOPPER.without("Z", "ZD", "P", "Q'"), step.do[0]
+
+    def walked(tiles: Tiles, how: Rounding) -> tuple[Tensor, ...]:
+        p = emulation.prep(tiles, how)
+        adjoint = emulation.walk_adjoint(tiles, p, tiles.chunks.tile(do.to(how.wide)), (0, 4), how, warm_up=False)
+        return *emulation.walk_state(tiles, p, (0, 4), how, warm_up=False), adjoint
+
+    want = walked(wide, EXACT)
+    for norm, (least, most) in ((False, (0.0, 1e-5)), (True, (5e-4, 1e-2))):
+        t.norm = norm  # says how operands are rounded; the rows stay as they are
+        for name, value, exactly in zip(("B", "M", "d"), walked(t, rounding), want, strict=True):
+            error = float((value.double() - exactly).norm() / exactly.norm())
+            assert least <= error <= most, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("point", sorted(POINTS))
