@@ -124,6 +124,7 @@ __device__ __forceinline__ void make_squares(const char* q, const char* k, char*
   ptx::settle(sum);
 #pragma unroll
   for (int i = 0; i < kChunk / 8; ++i) {
+    ptx::hold_memory();
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       const int at = row + 8 * below, from = 8 * i + column;

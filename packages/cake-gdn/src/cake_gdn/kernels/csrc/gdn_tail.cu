@@ -36,7 +36,7 @@ constexpr int kStateBytes = 2 * kStateTileBytes;
 constexpr int kPsBarrier = 1;   // dPs is written: warpgroups 0 and 1
 constexpr int kOutBarrier = 2;  // + 1 for dk: a tile is ready to leave
 constexpr int kSums = kHeadDim / 2;
-constexpr int kFewRegisters = 136, kManyRegisters = 184;  // of 504 for three threads
+constexpr int kRegisters[3] = {176, 160, 168};  // of 504 for three threads
 
 // Row and column sums of a part of s, the derivative with respect to the decays.
 struct Sums {
@@ -141,6 +141,7 @@ __device__ __forceinline__ void scores(Shared& shared, const Place& at, float (&
   uint32_t dPs[kChunk / 16][4];
 #pragma unroll
   for (int i = 0; i < kChunk / 8; ++i) {
+    ptx::hold_memory();
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       const int row = at.row + 8 * below, from = 8 * i + at.column;
@@ -207,8 +208,10 @@ __device__ __forceinline__ void gram(Shared& shared, const Place& at, int64_t fi
   ptx::settle(F);
   ptx::settle(KK);
   uint32_t W[kChunk / 16][4];
+  float dbeta[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < kChunk / 8; ++i) {
+    ptx::hold_memory();
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       const int row = at.row + 8 * below, from = 8 * i + at.column;
@@ -216,9 +219,7 @@ __device__ __forceinline__ void gram(Shared& shared, const Place& at, int64_t fi
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = from + e, n = 4 * i + 2 * below + e;
-        if (row == column && row < rows) {
-          store_element(p.dbeta, (first + row) * p.heads + head, F[n], p.dbeta_fp32);
-        }
+        if (row == column) dbeta[below] = F[n];
         const float dC = row > column ? -__fmul_rn(__fmul_rn(s.b[row], s.b[column]), F[n]) : 0.f;
         const float w = __fmul_rn(dC, decay(s, row, column));
         by_column[e] = __fmul_rn(w, s.k[column]);
@@ -230,6 +231,12 @@ __device__ __forceinline__ void gram(Shared& shared, const Place& at, int64_t fi
     }
   }
   ptx::fence_proxy_async();
+#pragma unroll
+  for (int below = 0; below < 2; ++below) {  // by the lane that holds the diagonal
+    const int row = at.row + 8 * below;
+    if (row % 8 / 2 != at.column / 2 || row >= rows) continue;
+    store_element(p.dbeta, (first + row) * p.heads + head, dbeta[below], p.dbeta_fp32);
+  }
   ptx::bar_sync(kPsBarrier, 2 * kWarpgroup);  // dPs, and W of all warps
   ptx::wgmma_fence();
   multiply<kChunk / 16>(dK, W, k_columns, true);
@@ -441,13 +448,13 @@ __global__ __launch_bounds__(kThreads, 1) void gdn_tail(const __grid_constant__ 
   if (chunk.rows == 0) return;
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);  // see scan.cuh
   if (warpgroup == 0) {
-    ptx::setmaxnreg_inc<kManyRegisters>();
+    ptx::setmaxnreg_inc<kRegisters[0]>();
     run<0>(p, shared, chunk, number, key_head);
   } else if (warpgroup == 1) {
-    ptx::setmaxnreg_dec<kFewRegisters>();
+    ptx::setmaxnreg_dec<kRegisters[1]>();
     run<1>(p, shared, chunk, number, key_head);
   } else {
-    ptx::setmaxnreg_inc<kManyRegisters>();
+    ptx::setmaxnreg_dec<kRegisters[2]>();
     run<2>(p, shared, chunk, number, key_head);
   }
 }

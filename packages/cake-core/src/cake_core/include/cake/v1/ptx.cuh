@@ -121,6 +121,10 @@ __device__ __forceinline__ void wait_for_the_kernel_before() {
 #endif
 }
 
+// No instruction: memory accesses before and after it stay where they are. Keeps a long unrolled loop from loading all
+// of its operands at once, into registers that it does not have.
+__device__ __forceinline__ void hold_memory() { asm volatile("" ::: "memory"); }
+
 // No instruction: the compiler forgets what it knows about these registers. Values derived from them before this
 // point are computed again after it instead of being kept alive, which trades arithmetic for registers.
 __device__ __forceinline__ void forget(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
