@@ -256,6 +256,19 @@ def test_the_gradient_of_a_packed_row_is_joined_where_it_has_to_be(missing: int)
     assert_same_bits(leaf.grad, torch.cat([seed.flatten(2) for seed in seeds], -1), "row")
 
 
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (2, 3, 0, 1), (0, 1, 3, 4), (0, 2, 3, 4)])
+def test_gradients_that_lie_otherwise_in_one_buffer_are_joined(order: tuple[int, ...]) -> None:
+    """Head views of one row, with equal strides, but not [q | k | v] side by side: other places, gaps."""
+    leaf = normal(0, 1, 5, 4 * 128).requires_grad_()
+    views = packed_qkv_views(leaf, num_qk_heads=1, num_v_heads=2)
+    row = normal(1, 1, 5, max(order) + 1, 128)
+    seeds = [row[:, :, order[0]][:, :, None], row[:, :, order[1]][:, :, None], row[:, :, order[2] : order[2] + 2]]
+    want = torch.cat([seed.flatten(2) for seed in seeds], -1)
+    assert len({seed.untyped_storage().data_ptr() for seed in seeds}) == 1
+    (got,) = torch.autograd.grad(views, leaf, seeds)
+    assert_same_bits(got, want, "row")
+
+
 def test_packed_views_of_other_ranks_of_tensor() -> None:
     """[..., T, channels]: without a batch dimension, and strided rows of a wider buffer."""
     wide = normal(0, 7, 4 * 128 + 4)
