@@ -56,6 +56,68 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- mbarrier: 8 bytes of shared memory that count the arrivals of a phase; `count` of them end it and begin the
+// next, so nothing is reset. A barrier begins in phase 0.
+
+// mbarrier.init.shared.b64: by one thread, before a barrier that tells the others.
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))),
+               "r"(count)
+               : "memory");
+}
+
+// mbarrier.arrive.shared.b64: one arrival. What this thread wrote before is visible to those who have waited.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+               : "memory");
+}
+
+// mbarrier.try_wait.parity.shared.b64, or test_wait before sm_90, until the phase of this parity (0 or 1: phase number
+// modulo 2) has ended. At once when it is the one before the phase that runs, so parity 1 on a new barrier.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+  int ended;
+  do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n .reg .pred p;\n mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n selp.s32 %0, 1, 0, p;\n}"
+                 : "=r"(ended)
+                 : "r"(address), "r"(parity)
+                 : "memory");
+#else
+    asm volatile("{\n .reg .pred p;\n mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n selp.s32 %0, 1, 0, p;\n}"
+                 : "=r"(ended)
+                 : "r"(address), "r"(parity)
+                 : "memory");
+#endif
+  } while (ended == 0);
+}
+
+// cp.async.mbarrier.arrive.noinc.shared.b64: one of the arrivals that the barrier counts, as soon as all copies that
+// this thread has started are done. Nobody has to wait for these otherwise.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t* barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+      : "memory");
+}
+
+// setmaxnreg.inc / dec.sync.aligned.u32: registers of each thread from here on, a multiple of 8 from 24 to 256. All
+// warps of a warpgroup call it; `inc` waits until others have given as many back. sm_90a alone, nothing elsewhere.
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+
 // ldmatrix.sync.aligned.m8n8.x4.shared.b16: four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l %
 // 8 of matrix l / 8, 16 bytes, and gets in r[i] the elements [l / 4][2 (l % 4)] and the next one of matrix i. Trans: of
 // its transpose.
