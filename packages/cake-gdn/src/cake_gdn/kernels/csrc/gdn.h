@@ -21,9 +21,8 @@ struct Chunk {
 // Tokens first .. first + tokens - 1 of one document, a multiple of 64 of them unless the document ends here.
 struct Segment {
   int32_t first;
-  int32_t tokens;  // 0: stands for nothing
-  int32_t chunk;   // number of its first chunk: where its states lie in the tape
-  int32_t document;
+  int32_t tokens;    // 0: stands for nothing
+  int32_t chunk;     // number of its first chunk: where its states lie in the tape
   int32_t entering;  // row of the state that enters, below 0: zeros
   int32_t leaving;   // row that the state that leaves is written to, below 0: nobody wants it
 };

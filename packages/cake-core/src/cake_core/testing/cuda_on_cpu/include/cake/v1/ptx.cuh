@@ -94,6 +94,22 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* shared) {
   load_matrices<true>("ldmatrix.trans", r, shared);
 }
 
+// All rows of the warp are written before any lane goes on.
+inline void stmatrix_x4_trans(void* shared, const uint32_t (&r)[4]) {
+  cuda_on_cpu::check_shared(shared, 16);
+  struct Values {
+    uint32_t r[4];
+  };
+  const auto all = cuda_on_cpu::give("stmatrix.trans", Values{{r[0], r[1], r[2], r[3]}});
+  const int lane = cuda_on_cpu::cta->current % 32, matrix = lane / 8, row = lane % 8;
+  Row out;
+  for (int column = 0; column < 8; ++column) {  // element [row][column] of the transpose
+    out.elements[column] = static_cast<uint16_t>(all(4 * column + row / 2).r[matrix] >> 16 * (row % 2));
+  }
+  std::memcpy(shared, &out, 16);
+  cuda_on_cpu::give("stmatrix.trans, written", Values{});
+}
+
 // The products of BF16 are exact; their sum over 16 is rounded once, into d.
 struct Fragments {
   uint32_t a[4], b[2];
@@ -132,6 +148,7 @@ void store_if(T* address, T v, bool wanted) {
 inline void launch_dependents() {}
 inline void wait_for_the_kernel_before() {}
 
+inline void hold_memory() {}
 inline void forget(uint4&) {}
 
 }  // namespace cake::ptx
