@@ -1,8 +1,9 @@
 """An op's CUDA sources, kernels and bindings, compiled for the CPU and run lane by lane; helpers for tests of them.
 
 What this shows without a device: index arithmetic, tails, the order of every sum, that all lanes reach every shuffle
-and barrier, and that no operand is read past its end. What it cannot show: the device's memory model and the last bit
-of ex2, rcp.
+and barrier, that no operand is read past its end, and that asynchronous copies and products are fenced, waited for and
+left alone until then. What it cannot show: the rest of the device's memory model, the last bit of ex2 and rcp, and the
+order of a product's sum within 16 of its terms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-// What asynchronous products read: shared memory as the async proxy sees it, matrix descriptors, 128-byte swizzle.
+// What asynchronous products read, shared memory as the async proxy sees it through matrix descriptors with 128-byte
+// swizzle, and their arithmetic.
 //
 // The async proxy. Bytes that lanes write, cp.async included, are visible to a product once some lane has called
 // fence_proxy_async after they were written; a product that reads a byte whose value differs from what was last fenced
@@ -114,5 +115,33 @@ class Operand {
   int first_ = 0, count_ = 0;
   std::vector<uint16_t> elements_;
 };
+
+// sums[16][n] (+)= a[16][16] b[16][n]: the products of BF16 are exact, and a k-step is rounded once. Where the machine
+// has wide vectors they are used, with the same bits.
+#if defined(__x86_64__) && !defined(__clang__)
+__attribute__((target_clones("avx2", "default")))
+#endif
+inline void
+multiply(float* sums, const double* a, const double* b, int n, bool add) {
+  using Four = double __attribute__((vector_size(32), aligned(8)));
+  const auto four = [](const double* p) { return *reinterpret_cast<const Four*>(p); };
+  for (int row = 0; row < 16; row += 2) {
+    for (int column = 0; column < n; column += 8) {
+      Four s00 = {}, s01 = {}, s10 = {}, s11 = {};
+      for (int k = 0; k < 16; ++k) {
+        const Four b0 = four(b + k * n + column), b1 = four(b + k * n + column + 4);
+        const double upper = a[16 * row + k], lower = a[16 * (row + 1) + k];
+        s00 += upper * b0, s01 += upper * b1, s10 += lower * b0, s11 += lower * b1;
+      }
+      float *first = sums + row * n + column, *second = first + n;
+      for (int i = 0; i < 4; ++i) {
+        first[i] = static_cast<float>((add ? first[i] : 0.) + s00[i]);
+        first[4 + i] = static_cast<float>((add ? first[4 + i] : 0.) + s01[i]);
+        second[i] = static_cast<float>((add ? second[i] : 0.) + s10[i]);
+        second[4 + i] = static_cast<float>((add ? second[4 + i] : 0.) + s11[i]);
+      }
+    }
+  }
+}
 
 }  // namespace cuda_on_cpu

@@ -9,9 +9,10 @@
 // a byte that changed between, or was not there yet, ends the launch. So do sums that ordinary code writes between.
 // From the product on sums are NaN, until wgmma_wait has ended it and settle handed them out, whatever is read
 // between. A register operand is its values at the product: that is what the compiler sees, and code that uses the
-// array for something else is right, if slow. wgmma_fence: a product needs one after the last wgmma_wait, unless all
-// it reads in registers is the sum of a product that is in flight; and registers that a product used before, in the
-// same array, must not have changed since the last fence. Not modelled: other writes between fence and product.
+// array for something else is right, if slow. wgmma_fence: a product needs one after the last wgmma_wait that ended
+// one, unless all it reads in registers is the sum of a product that is in flight; and registers that a product used
+// before, in the same array, must not have changed since the last fence. Not modelled: other writes between fence and
+// product.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +55,8 @@ struct WarpProducts {
   long ended = 0;
   std::vector<long> groups;  // products asked for before each commit
   std::map<long, WarpSums> sums;
-  long ending = 0;  // of the wait at which the warp meets
+  long waits = 0, ending = 0;  // products ended behind the youngest wait
+  uint32_t turns = 0;          // that its lanes let pass
 };
 
 struct Registers {  // an array of a lane: sums of products, or an operand
@@ -66,7 +68,7 @@ struct Registers {  // an array of a lane: sums of products, or an operand
 };
 
 struct LaneProducts {
-  long asked = 0, commits = 0, ended = 0, sums = 0;
+  long asked = 0, commits = 0, waits = 0, ended = 0, sums = 0;
   bool fenced = false;
   std::vector<Registers> known;
 };
@@ -79,7 +81,7 @@ struct Products {  // of a CTA
   std::vector<std::vector<Ask>> asked;  // per warpgroup
 };
 
-constexpr uint32_t kInFlight = 0x7fc5a5a5u;  // NaN
+constexpr uint32_t kInFlight = 0x7fa5a5a5u;  // NaN, signaling: arithmetic that keeps it makes it a quiet one
 
 inline bool in_flight(const Registers& registers) {
   for (size_t i = 0; i < registers.bytes; i += 4) {
@@ -218,29 +220,6 @@ inline void commit_products() {
   if (groups[me.commits++] != me.asked) stop("the lanes of a warp commit different products");
 }
 
-// sums[16][n] (+)= a[16][16] b[16][n]: the products of BF16 are exact, and a k-step is rounded once.
-inline void multiply(float* sums, const double* a, const double* b, int n, bool add) {
-  using Four = double __attribute__((vector_size(32), aligned(8)));
-  const auto four = [](const double* p) { return *reinterpret_cast<const Four*>(p); };
-  for (int row = 0; row < 16; row += 2) {
-    for (int column = 0; column < n; column += 8) {
-      Four s00 = {}, s01 = {}, s10 = {}, s11 = {};
-      for (int k = 0; k < 16; ++k) {
-        const Four b0 = four(b + k * n + column), b1 = four(b + k * n + column + 4);
-        const double upper = a[16 * row + k], lower = a[16 * (row + 1) + k];
-        s00 += upper * b0, s01 += upper * b1, s10 += lower * b0, s11 += lower * b1;
-      }
-      float *first = sums + row * n + column, *second = first + n;
-      for (int i = 0; i < 4; ++i) {
-        first[i] = static_cast<float>((add ? first[i] : 0.) + s00[i]);
-        first[4 + i] = static_cast<float>((add ? first[4 + i] : 0.) + s01[i]);
-        second[i] = static_cast<float>((add ? second[i] : 0.) + s10[i]);
-        second[4 + i] = static_cast<float>((add ? second[4 + i] : 0.) + s11[i]);
-      }
-    }
-  }
-}
-
 inline void end(WarpProduct& product, WarpSums& sums) {
   const int n = product.ask.n;
   if (product.lanes != 32) stop("not all lanes of a warp ask for a product");
@@ -269,16 +248,23 @@ inline void wait_for_products(int pending) {
   WarpProducts& warp = warp_products();
   Gate& gate = warp_gate(0xffffffffu);
   const long ended = me.commits > pending ? warp.groups[me.commits - pending - 1] : 0;
-  if (gate.arrived == 0) warp.ending = ended;
+  if (me.waits++ == warp.waits) {
+    ++warp.waits;
+    warp.ending = ended;
+    warp.turns = random_below(3);
+  }
   if (warp.ending != ended) stop("the lanes of a warp wait for different products");
+  // A product ends later in one warp than in another.
+  for (uint32_t turn = 0; turn < warp.turns; ++turn) swapcontext(&lane().context, &cta->scheduler);
   if (gate.arrived == 31) {
     for (; warp.ended < ended; ++warp.ended, warp.open.pop_front()) {
       end(warp.open.front(), warp.sums.at(warp.open.front().ask.sums));
     }
   }
   arrive(gate, 32, "wgmma_wait");
-  me.ended = ended > me.ended ? ended : me.ended;
-  me.fenced = false;
+  if (ended <= me.ended) return;
+  me.ended = ended;
+  me.fenced = false;  // from here on ordinary code may use the registers
 }
 
 inline void settle_sums(float* d, size_t bytes) {
