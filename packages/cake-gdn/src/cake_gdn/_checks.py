@@ -20,7 +20,7 @@ from torch import Tensor
 from ._documents import find_documents
 from .backends.operands import NO_TAPES, Documents
 from .kcp import Crossing
-from .op import HEAD_DIM, SERVED_DEVICES
+from .op import HEAD_DIM
 from .plan import CHUNK, MAX_TOKENS, SAVES, check_plan
 from .saved import GdnSaved, Kept, Record
 
@@ -97,15 +97,13 @@ def check_operands(
     operands = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     operands |= _present(initial_state=initial_state, cu_seqlens=cu_seqlens, **gate)
     kind = place(entry, **operands)
-    if kind == "cuda":
-        raise NotImplementedError(message(entry, "q", f"on {q.device}", SERVED_DEVICES))
-    check_dtype(entry, "q", q, _DTYPES, kind)
+    check_dtype(entry, "q", q, _DTYPES[:1] if kind == "cuda" else _DTYPES, kind)
     for name, value in (("k", k), ("v", v)):
         if value.dtype != q.dtype:
             raise ValueError(message(entry, name, str(value.dtype), f"{q.dtype}, the dtype of q"))
     for name in ("g", "beta", "initial_state", *gate):
         if name in operands:
-            check_dtype(entry, name, operands[name], _DTYPES, kind)
+            check_dtype(entry, name, operands[name], _DTYPES[:3] if kind == "cuda" else _DTYPES, kind)
     _check_shapes(entry, **{name: operands[name] for name in ("q", "k", "v", "g", "beta")})
     for name in gate:
         check_shape(entry, name, operands[name], v.shape[2:3], "[HV],") if name in operands else None

@@ -168,7 +168,15 @@ def chunk_gated_delta_rule(
         from . import custom_ops
 
         return custom_ops.forward(inputs, *offsets, options, save, output_final_state, state_v_first)[:2]
-    call = Call(backends.select(q), docs, options, save, output_final_state, state_v_first, crossing)
+    call = Call(
+        backends.select(entry, q, options, crossing is not None),
+        docs,
+        options,
+        save,
+        output_final_state,
+        state_v_first,
+        crossing,
+    )
     return apply(inputs, call) if graded else _calls.forward(call, inputs)[:2]
 
 
@@ -228,7 +236,15 @@ def chunk_gated_delta_rule_fwd(
             inputs, *offsets, options, save, output_final_state, state_v_first
         )
     else:
-        call = Call(backends.select(q), docs, options, save, output_final_state, state_v_first, crossing)
+        call = Call(
+            backends.select(entry, q, options, crossing is not None),
+            docs,
+            options,
+            save,
+            output_final_state,
+            state_v_first,
+            crossing,
+        )
         record = _calls.record(call, inputs)
         o, final, kept = _calls.forward(call, inputs)
     return o, final, None if save == "none" else GdnSaved(kept, record, save, options.variant)
@@ -295,7 +311,9 @@ def chunk_gated_delta_rule_bwd(
 
         tapes = NO_TAPES if saved is None else saved.kept.tapes
         return custom_ops.functional_backward(inputs, do, dht, *offsets, options, state_v_first, tapes, needs)
-    call = Call(backends.select(q), docs, options, "none", False, state_v_first, crossing)
+    call = Call(
+        backends.select(entry, q, options, crossing is not None), docs, options, "none", False, state_v_first, crossing
+    )
     kept = check_saved(entry, saved, _calls.record(call, inputs))
     return _calls.backward(call, inputs, do, dht, kept, needs)
 
@@ -340,8 +358,9 @@ def gated_delta_rule_reference(
 
 
 def release() -> int:
-    """Forget the tables of chunks; holds no device memory, so 0 bytes come back."""
+    """Forget the tables of chunks, on the host and on devices; those, some kilobytes, are not counted: 0."""
     plans.tables.cache_clear()
+    backends.sm90.release()
     return 0
 
 

@@ -29,7 +29,9 @@ def _call(entry: str, inputs: Sequence[Any], offsets: Sequence[Any], options: Se
     docs = check_operands(entry, *inputs, *offsets, None)
     how: str | int = int(plan) if plan.isdecimal() else plan
     given = Options(scale, l2norm, how, variants.read("gdn"))
-    return Call(backends.select(inputs[0]), docs, given, save, final, v_first, None)
+    return Call(
+        backends.select("chunk_gated_delta_rule", inputs[0], given, False), docs, given, save, final, v_first, None
+    )
 
 
 def _filled(like: Tensor, values: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Final
 
 from cake_core.errors import check_int, check_str, message
-from cake_core.served import heads_per_rank, refuse_fp16, trainer_option
-from cake_core.spec import Flag, OpSpec
+from cake_core.served import heads_per_rank, one_of, refuse_fp16, trainer_option
+from cake_core.spec import Flag, OpSpec, Package
 
 __all__ = [
+    "CUDA_ARCHES",
     "HEAD_DIM",
     "OP",
     "RECOMPUTE_STATE",
-    "SERVED_DEVICES",
     "check_head_dim",
     "check_heads",
     "check_supported",
@@ -23,7 +23,8 @@ HEAD_DIM: Final = 128
 """Channels of a key head and of a value head."""
 RECOMPUTE_STATE: Final = "cake_gdn_recompute_state"
 """Dest of the option that trades saved memory for a second state scan."""
-SERVED_DEVICES: Final = "the CPU: this version has no CUDA kernels"
+CUDA_ARCHES: Final = ("sm_90a",)
+"""Architectures with kernels."""
 
 
 def check_supported(
@@ -61,8 +62,8 @@ def check_supported(
     check_heads(num_qk_heads, num_v_heads, "num_qk_heads", "num_v_heads", entry=entry)
     check_head_dim(head_dim_k, "head_dim_k", entry=entry)
     check_head_dim(head_dim_v, "head_dim_v", entry=entry)
-    if arch not in (None, "cpu"):
-        raise NotImplementedError(message(entry, "arch", repr(arch), "'cpu': this version has no CUDA kernels"))
+    if arch not in (None, "cpu", *CUDA_ARCHES):
+        raise NotImplementedError(message(entry, "arch", repr(arch), one_of(("'cpu'", *map(repr, CUDA_ARCHES)))))
 
 
 def is_supported(
@@ -139,4 +140,5 @@ OP = OpSpec(
         ),
     ),
     validate=validate,
+    packages=(Package("gdn", "native", "kernels"),),
 )

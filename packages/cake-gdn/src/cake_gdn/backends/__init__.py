@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from cake_core.device import device_of
 from cake_core.operands import is_abstract
 from torch import Tensor
 
-from . import cpu, meta
+from . import cpu, meta, sm90
+from .operands import Options
 
 __all__ = ["select"]
 
 
-def select(q: Tensor) -> Any:
-    """The backend of a checked call."""
-    return meta if is_abstract(q) else cpu
+def select(entry: str, q: Tensor, options: Options, context: bool) -> Any:
+    """The backend of a checked call of ``entry``; ``context``: context parallelism.
+
+    Raises: NotImplementedError for a device without kernels, and for what a backend does not run.
+    """
+    if is_abstract(q):
+        return meta
+    if not q.is_cuda:
+        return cpu
+    sm90.check(entry, device_of(q)[1], options, context)
+    return sm90

@@ -7,8 +7,6 @@
 namespace cake::conv1d {
 namespace {
 
-constexpr DLDataType kI64{kDLInt, 64, 1};
-
 ffi::TensorView needed(const ffi::Optional<ffi::TensorView>& view, const char* name) {
   if (!view.has_value()) TVM_FFI_THROW(ValueError) << name << " is None; needs a tensor for this edge";
   return view.value();

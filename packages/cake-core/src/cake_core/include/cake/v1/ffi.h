@@ -33,6 +33,7 @@ namespace ffi = ::tvm::ffi;
 inline constexpr DLDataType kBF16{kDLBfloat, 16, 1};
 inline constexpr DLDataType kF32{kDLFloat, 32, 1};
 inline constexpr DLDataType kI32{kDLInt, 32, 1};
+inline constexpr DLDataType kI64{kDLInt, 64, 1};
 inline constexpr DLDataType kU8{kDLUInt, 8, 1};  // scratch from the workspace pool
 
 // The address of the first element, null for an empty tensor. The caller has checked the dtype.
