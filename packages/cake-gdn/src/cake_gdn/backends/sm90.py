@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from cake_core import device, loader, workspace
 from cake_core.errors import message
+from cake_core.kcp.upload import Upload
 from cake_core.layout import heads
 from torch import Tensor
 
@@ -162,7 +163,9 @@ def release() -> None:
 def _tables(x: Operands, index: int, entering: _Rows, leaving: _Rows) -> _Tables:
     docs = x.docs
     if docs.host is not None:
-        return _host_tables(docs.host, index, entering, leaving)
+        upload, tables = _host_tables(docs.host, index, entering, leaving)
+        upload.wait()
+        return tables
     assert docs.cu is not None
     count = plan.max_chunks(x.v.shape[0], docs.count)
     chunks = workspace.uninitialized((count, 2), torch.int32, index)
@@ -173,7 +176,7 @@ def _tables(x: Operands, index: int, entering: _Rows, leaving: _Rows) -> _Tables
 
 
 @lru_cache(maxsize=256)
-def _host_tables(offsets: tuple[int, ...], index: int, entering: _Rows, leaving: _Rows) -> _Tables:
+def _host_tables(offsets: tuple[int, ...], index: int, entering: _Rows, leaving: _Rows) -> tuple[Upload, _Tables]:
     if device.capturing(index):
         got, remedy = "offsets that no call had before", "run the call once before it is captured"
         raise RuntimeError(message("gdn", "cu_seqlens_cpu", f"{got}, while a graph is captured", "known ones", remedy))
@@ -188,14 +191,14 @@ def _host_tables(offsets: tuple[int, ...], index: int, entering: _Rows, leaving:
         )
         for s in (cut.segments[i] for i in cut.order)
     ]
-    return _Tables(_upload(cut.chunks, 2, index), _upload(segments, 5, index), cut.end)
-
-
-def _upload(rows: Sequence[tuple[int, ...]], columns: int, index: int) -> Tensor:
-    """[rows, columns] int32 on the device. The host waits for this copy, once for each layout: a later call may use
-    the table on any stream."""
-    table = torch.tensor(rows, dtype=torch.int32).view(-1, columns)
-    return table.to(device.torch_device(index))
+    upload = Upload(
+        [
+            ([number for row in rows for number in row], (len(rows), columns), torch.int32)
+            for rows, columns in ((cut.chunks, 2), (segments, 5))
+        ],
+        torch.device("cuda", index),
+    )
+    return upload, _Tables(*upload.tables, cut.end)
 
 
 # --------------------------------------------------------------------------------------------------------- operands
