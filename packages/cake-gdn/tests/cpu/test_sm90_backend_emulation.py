@@ -42,7 +42,10 @@ def launched(programs: dict[str, Program], meta: Program, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(sm90, "_program", program)
     monkeypatch.setattr(sm90, "_index", lambda x: 0)
-    monkeypatch.setattr(sm90, "workspace", SimpleNamespace(uninitialized=uninitialized))
+    def take(op: str, role: str, nbytes: int, index: int) -> Tensor:
+        return poisoned_empty((nbytes + 3,), torch.uint8, "cpu")
+
+    monkeypatch.setattr(sm90, "workspace", SimpleNamespace(uninitialized=uninitialized, take=take))
     monkeypatch.setattr(sm90, "device", SimpleNamespace(capturing=lambda index: False))
     monkeypatch.setattr(sm90, "Upload", lambda tables, device: Upload(tables, torch.device("cpu")))
     monkeypatch.setattr(backends, "select", lambda *arguments: sm90)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +82,9 @@ def _scan(
     rows = None if ends is None else tuple(range(x.docs.count))
     tables = _tables(x, index, _rows(x.entering, x.docs), rows)
     _clear_padding(x, tables, o)
-    e, states = (_uninitialized(x.v.shape, index), _state_tape(x, index)) if keep else (None, None)
+    e = states = None
+    if keep:  # scanned again for a backward alone: scratch
+        e, states = _replayed(x, index) if o is None else (_uninitialized(x.v.shape, index), _state_tape(x, index))
     _program("state_scan", index)(
         o,
         e,
@@ -125,7 +128,7 @@ def backward(
         tapes = _scan(x, options, tapes, None, None, True, index)
     q, k, do = heads(x.q), heads(x.k), heads(do, expanded=False)
     g, beta = _gate(x.g), _gate(x.beta, narrow=True)
-    adjoints, states = _uninitialized(x.v.shape, index), _state_tape(x, index)
+    adjoints, states = _scratch("E", x.v.shape, index), _scratch("dS", _state_tape_shape(x), index)
     dv = _uninitialized(x.v.shape, index) if out[2] is None else out[2]
     rows = None if begins is None else tuple(range(x.docs.count))
     tables = _tables(x, index, rows, _rows(leaving, x.docs))
@@ -168,8 +171,8 @@ def _tables(x: Operands, index: int, entering: _Rows, leaving: _Rows) -> _Tables
         return tables
     assert docs.cu is not None
     count = plan.max_chunks(x.v.shape[0], docs.count)
-    chunks = workspace.uninitialized((count, 2), torch.int32, index)
-    segments = workspace.uninitialized((docs.count, 5), torch.int32, index)
+    table = _scratch("tables", (2 * count + 5 * docs.count,), index, torch.int32)
+    chunks, segments = table[: 2 * count].view(count, 2), table[2 * count :].view(docs.count, 5)
     flags = (int(entering is not None), int(leaving is not None))
     _program("meta", index)(chunks, segments, docs.cu.contiguous(), x.v.shape[0], *flags)
     return _Tables(chunks, segments, None)
@@ -259,8 +262,25 @@ def _uninitialized(shape: Sequence[int], index: int) -> Tensor:
 
 
 def _state_tape(x: Operands, index: int) -> Tensor:
+    return _uninitialized(_state_tape_shape(x), index)
+
+
+def _state_tape_shape(x: Operands) -> tuple[int, ...]:
     chunks = plan.max_chunks(x.v.shape[0], x.docs.count)
-    return _uninitialized((chunks, x.v.shape[1], x.v.shape[2], x.q.shape[2]), index)
+    return chunks, x.v.shape[1], x.v.shape[2], x.q.shape[2]
+
+
+def _replayed(x: Operands, index: int) -> tuple[Tensor, Tensor]:
+    """e and states of a backward that scans again, in one scratch."""
+    errors, shape = x.v.numel(), _state_tape_shape(x)
+    both = _scratch("replay", (errors + prod(shape),), index)  # a row of e has 256 bytes: the states are aligned too
+    return both[:errors].view(x.v.shape), both[errors:].view(shape)
+
+
+def _scratch(role: str, shape: Sequence[int], index: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Memory of one launch or more on this stream, until the next call takes it."""
+    nbytes = prod(shape) * dtype.itemsize
+    return workspace.take("gdn", role, nbytes, index)[:nbytes].view(dtype).view(*shape)
 
 
 def _program(name: str, index: int) -> Any:
