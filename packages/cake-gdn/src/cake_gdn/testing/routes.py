@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -115,7 +115,33 @@ def make_case(*, device: str | torch.device, seed: int, **shape: Any) -> Case:
     )
 
 
-def run_route(
+def run_route(*, device: str = "cuda", **route: Any) -> None:
+    """One forward, and where a gradient is needed one backward, with the switches of ``_run``.
+
+    On CUDA a route with segments or a context is refused: that is then what it shows.
+
+    Raises: AssertionError when a gradient is there that nobody asked for, or misses, or what has to be refused is not.
+    """
+    if device == "cuda" and not _served_on_cuda(route):
+        _refused(lambda: _run(device=device, **route))
+    else:
+        _run(device=device, **route)
+
+
+def _served_on_cuda(route: Mapping[str, Any]) -> bool:
+    """Whether kernels run it: documents in one piece, no context parallelism."""
+    return "kcp" not in route and isinstance(route.get("plan", "auto"), str)
+
+
+def _refused(run: Callable[[], None]) -> None:
+    try:
+        run()
+    except NotImplementedError:
+        return
+    raise AssertionError("a route that no CUDA kernel serves ran")
+
+
+def _run(
     *,
     lengths: tuple[int, ...],
     heads: tuple[int, int] = (1, 2),
@@ -141,7 +167,7 @@ def run_route(
     functional: str | None = None,
     deterministic: bool = False,
     kcp: str | None = None,
-    device: str = "cuda",
+    device: str,
 ) -> None:
     """One forward, and where a gradient is needed one backward, with these switches.
 

@@ -129,6 +129,11 @@ class Step:
         )
         return {name: ref[name] for name in oracle.NAMES}
 
+    def to(self, device: str | torch.device) -> Step:
+        """The same values there; views of one packed row become tensors of their own."""
+        tensors = {name: getattr(self, name) for name in (*OPERANDS, "do", "cu", "dht")}
+        return replace(self, **{name: None if t is None else t.to(device) for name, t in tensors.items()})
+
     def document(self, n: int) -> Step:
         """Document ``n`` alone, in memory of its own."""
         cu = oracle.offsets(self.cu, self.q.shape[0], self.q.shape[1])
