@@ -129,7 +129,7 @@ inline StateRows check_states(const ffi::Optional<ffi::TensorView>& states, cons
   check_device(view, name, device);
   const int64_t state = static_cast<int64_t>(kHeadDim) * kHeadDim, k = view.stride(2), v = view.stride(3);
   const bool matrix = (k == kHeadDim && v == 1) || (k == 1 && v == kHeadDim);
-  if (!matrix || view.stride(1) != state || (view.size(0) > 1 && view.stride(0) != heads * state)) {
+  if (!matrix || (heads > 1 && view.stride(1) != state) || (view.size(0) > 1 && view.stride(0) != heads * state)) {
     TVM_FFI_THROW(ValueError) << name << " is not dense; needs dense states, K or V first";
   }
   return {data<float>(view), static_cast<int32_t>(k), static_cast<int32_t>(v)};

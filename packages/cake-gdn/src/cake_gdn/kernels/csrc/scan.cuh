@@ -239,11 +239,13 @@ __device__ __forceinline__ float* state_at(const StateRows& states, int64_t row,
 __device__ __forceinline__ void load_state(const StateRows& states, int row, int head, int heads, int value, int lane,
                                            float (&S)[kHeadDim / 2]) {
 #pragma unroll
-  for (int i = 0; i < kHeadDim / 2; ++i) S[i] = row < 0 ? 0.f : *state_at(states, row, head, heads, value, lane, i);
+  for (int i = 0; i < kHeadDim / 2; ++i) {
+    S[i] = row < 0 || states.data == nullptr ? 0.f : *state_at(states, row, head, heads, value, lane, i);
+  }
 }
 __device__ __forceinline__ void store_state(const StateRows& states, int row, int head, int heads, int value, int lane,
                                             const float (&S)[kHeadDim / 2]) {
-  if (row < 0) return;
+  if (row < 0 || states.data == nullptr) return;
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) *state_at(states, row, head, heads, value, lane, i) = S[i];
 }
