@@ -194,7 +194,7 @@ def test_operands_of_another_device_than_the_current_one(host: bool) -> None:
     want = step.run()
     torch.cuda.set_device(0)
     moved = step.to("cuda:1")
-    given = {"cu_seqlens_cpu": (0, *accumulate(LENGTHS["small"]))} if host else {}
+    given: dict[str, Any] = {"cu_seqlens_cpu": (0, *accumulate(LENGTHS["small"]))} if host else {}
     before = torch.cuda.memory_stats(0)["allocation.all.allocated"]
     got = moved.run(**given)
     assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before

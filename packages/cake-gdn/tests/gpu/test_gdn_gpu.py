@@ -318,9 +318,9 @@ def test_gradients_that_nobody_needs_are_not_there() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_call_replays_the_same_bits(reentrant: bool) -> None:
     step = replace(_step(), state=None, dht=None)
-    leaves = step.leaves()
+    leaves: dict[str, Any] = step.leaves()
 
-    def call(*tensors: Tensor) -> Tensor:
+    def call(*tensors: Any) -> Tensor:
         return chunk_gated_delta_rule(*tensors, use_qk_l2norm_in_kernel=True, cu_seqlens=step.cu)[0]
 
     o = checkpoint(call, *leaves.values(), use_reentrant=reentrant)
@@ -336,7 +336,7 @@ def test_a_compiled_call_has_the_bits_of_the_eager_one() -> None:
     compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (133, 70, 300):
         step = replace(make_step((5, tokens - 5), (1, 2), seed=tokens).to(DEVICE), state=None)
-        leaves = step.leaves()
+        leaves: dict[str, Any] = step.leaves()
         o, final = compiled(*leaves.values(), use_qk_l2norm_in_kernel=True, cu_seqlens=step.cu)
         assert final is None
         o.backward(step.do)

@@ -284,7 +284,7 @@ def test_a_recorded_forward_keeps_what_is_told() -> None:
     """Operands are kept by reference."""
     lengths, heads = (3000, 700), (4, 8)
     step = make_step(lengths, heads, device=DEVICE)
-    leaves = step.leaves()
+    leaves: dict[str, Any] = step.leaves()
 
     def call(**options: Any) -> Tensor:
         tensors = tuple(leaves.values())
