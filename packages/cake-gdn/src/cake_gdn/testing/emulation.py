@@ -160,7 +160,7 @@ def walk_state(
     """
     begin, end = segment
     split = 1 if t.norm else 3
-    B, M = _states(t)[0], torch.eye(t.k.shape[-1], dtype=t.k.dtype).repeat(t.v.shape[1], 1, 1)
+    B, M = _states(t)[0], torch.eye(t.k.shape[-1], dtype=t.k.dtype, device=t.k.device).repeat(t.v.shape[1], 1, 1)
     skipped = _skipped(t.G[begin:end, :, -1].flip(0)).flip(0) if warm_up and t.norm else None
     for i in range(begin, end):
         if skipped is not None:

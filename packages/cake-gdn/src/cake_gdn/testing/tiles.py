@@ -77,12 +77,12 @@ class Chunks:
     def tile(self, x: Tensor) -> Tensor:
         """[T, heads, ...] -> [chunks, heads, 64, ...]; absent rows are zeros, whatever padding rows hold."""
         padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-        return padded[self.rows].transpose(1, 2)
+        return padded[self.rows.to(x.device)].transpose(1, 2)
 
     def untile(self, x: Tensor) -> Tensor:
         """The inverse of ``tile``; padding rows are zeros."""
         out = x.new_zeros(self.tokens + 1, x.shape[1], *x.shape[3:])
-        out[self.rows] = x.transpose(1, 2)
+        out[self.rows.to(x.device)] = x.transpose(1, 2)
         return out[: self.tokens]
 
 
@@ -138,7 +138,7 @@ def make_tiles(
     tq, tk, tv, tg, tb = (chunks.tile(t) for t in flat)
     G = tg.clamp_min(_G_FLOOR).cumsum(-1)
     difference = G[..., :, None] - G[..., None, :]
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril()
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=G.device).tril()
     # Masked before the exponential: above the diagonal the difference is positive and may overflow.
     D = torch.where(lower, _exp(difference.masked_fill(~lower, 0.0)), 0.0)
     r_q, r_k = ((t * t).sum(-1).add(EPS).rsqrt() if use_qk_l2norm else torch.ones_like(t[..., 0]) for t in (tq, tk))

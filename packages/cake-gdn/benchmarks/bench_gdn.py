@@ -1,0 +1,336 @@
+"""The gated delta rule beside its peers, in one process and in turn: ``python benchmarks/bench_gdn.py [--json F]``.
+
+Rows are shapes of ``testing/shapes.py``; "-no-norm" ones have q and k normalised before for everybody, in all others
+the L2 norm is part of every call. By what our forward keeps (``--save``) a shape has up to three ids: itself (forward,
+backward from the tapes, step; peers beside ours), "-light" (the backward scans again; ours alone) and "-checkpoint"
+(a step of two forwards and a backward; peers beside ours). Every output is compared with FP64 before it is timed: a
+wrong result of ours stops the run; a peer that is not installed, fails or is wrong is left out with its reason.
+``gdn_peers`` says how each peer is called, ``gdn_operands`` what counts as bytes and operations.
+
+Peers compile for minutes at their first call: ``--warm`` lets them do it side by side, a process for each peer and
+pair of heads, and times nothing; what they compiled lies in their caches on disk afterwards. ``--accuracy`` also
+reports errors by gate regime (``gdn_accuracy``), ``--rows none`` these alone. Two versions of fla do not fit into a
+process: time another one with a run of its own, ``--peers fla`` under another PYTHONPATH, which times ours again
+beside it.
+
+``--quick`` runs every part on tiny shapes, on the CPU too: its figures mean nothing, and no bar is held against them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import gdn_operands
+import torch
+from cake_core.bench import BenchTarget, absence, run_bench, write_json
+from cake_core.bench_bars import absent_line, fast_bar, peer_bar, verdict
+from cake_core.bench_report import Comparison, comparisons, geomeans, label
+from cake_gdn.testing.shapes import BENCH
+from gdn_accuracy import accuracies, accuracy_lines
+from gdn_operands import PASSES, SAVES, Gdn
+from gdn_peers import BF16_BUDGETS, PEERS, Peer
+
+OP = "gdn"
+BAR_HEADS = ((16, 32), (16, 64))
+BAR_LAYOUTS = ("1x32768", "1x65536")
+PUBLISHED_MS = ("bwd", "16-32-1x32768-no-norm", 2.515)
+"""FlashQLA's own figure for its backward on an H200."""
+SUFFIX = {"full": "", "light": "-light", "none": "-checkpoint"}
+
+SHAPES: dict[str, Mapping[str, Any]] = {
+    **BENCH,
+    **{
+        f"{heads}-{value_heads}-{layout}-no-norm": {**BENCH[f"{heads}-{value_heads}-{layout}"], "norm": False}
+        for heads, value_heads in BAR_HEADS
+        for layout in BAR_LAYOUTS
+    },
+}
+BARS = tuple(f"{h}-{hv}-{layout}{end}" for h, hv in BAR_HEADS for layout in BAR_LAYOUTS for end in ("", "-no-norm"))
+ACCURACY: Mapping[str, Any] = {"tokens": 4096, "heads": (16, 32)}
+
+QUICK: dict[str, Mapping[str, Any]] = {
+    "quick-1": {"lengths": (130,), "heads": (1, 2), "gates": "flashqla"},
+    "quick-3": {"lengths": (65, 3, 62), "heads": (1, 2), "gates": "flashqla"},
+    "quick-packed-row": {"lengths": (70,), "heads": (1, 2), "gates": "qwen-init", "packed": True},
+    "quick-no-norm": {"lengths": (70,), "heads": (2, 2), "gates": "flashqla", "norm": False},
+}
+QUICK_ACCURACY: Mapping[str, Any] = {"tokens": 70, "heads": (7, 7)}
+
+BAR_TOKENS = 1024  # no bars for less
+BAR_OVER_PEER = 1.0
+BAR_OVER_FAST = 1.02
+_COPY, _PRODUCTS = 4.3e12, 790e12  # bytes and operations a second that the floors are computed with
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time the gated delta rule and its peers.")
+    parser.add_argument("--pass", dest="passes", action="append", choices=PASSES, help="default: all")
+    parser.add_argument("--save", nargs="+", choices=SAVES, default=[*SAVES], help="default: all")
+    parser.add_argument("--shape", action="append", metavar="ID", help="default: all of --rows")
+    parser.add_argument(
+        "--rows",
+        choices=("bars", "heads", "layouts", "all", "none"),
+        help="bars (default): 1 x 32768 and 1 x 65536 tokens of 16/32 and 16/64 heads, with and without the norm; "
+        "heads: 1 x 32768 of every pair; layouts: every one of 16/32 heads; with --shape: all",
+    )
+    parser.add_argument("--peers", nargs="*", choices=[*PEERS], default=[*PEERS], help="default: all; no name: none")
+    parser.add_argument("--accuracy", action="store_true", help="also errors by gate regime")
+    parser.add_argument("--warm", action="store_true", help="let the peers compile, time nothing")
+    parser.add_argument("--fast", action="store_true", help="also the fast variant, which runs det's program")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; with --quick what there is")
+    parser.add_argument("--rounds", type=int, help="default: 20, with --quick 2")
+    parser.add_argument("--budget", type=float, metavar="S", help="no shape starts later than this many seconds in")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: shows that everything runs")
+    parser.add_argument("--git-sha", help="commit of the sources, where they are not a checkout")
+    parser.add_argument("--json", metavar="FILE", help="write the cake-bench/1 document")
+    args = parser.parse_args(argv)
+    args.device = args.device or ("cpu" if args.quick and not torch.cuda.is_available() else "cuda")
+    args.rounds = args.rounds or (2 if args.quick else 20)
+    args.rows = args.rows or ("all" if args.shape or args.quick else "bars")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device; needs one, or --device cpu")
+    if unknown := set(args.shape or ()) - {*_shapes(args)}:
+        parser.error(f"--shape {', '.join(sorted(unknown))}: needs of {', '.join(sorted(_shapes(args)))}")
+    if args.warm:
+        return warm(args)
+
+    absent: list[dict[str, str]] = []
+    doc = run_bench(
+        targets(args, absent), device=args.device, rounds=args.rounds, git_sha=args.git_sha, on_row=_progress
+    )
+    doc["absent"][:0] = absent
+    doc["accuracy"] = []
+    if args.json:  # what was timed is kept if the rest fails
+        write_json(doc, args.json)
+    if args.accuracy:
+        given = QUICK_ACCURACY if args.quick else ACCURACY
+        peers = {name: load for name, load in PEERS.items() if name in args.peers}
+        doc["accuracy"] = accuracies(
+            args.device, **given, version=version("cake-gdn"), peers=peers, absent=doc["absent"]
+        )
+        if args.json:
+            write_json(doc, args.json)
+    print_summary(doc)
+    return 0
+
+
+def _shapes(args: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
+    return QUICK if args.quick else SHAPES
+
+
+def _asked(args: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
+    shapes = _shapes(args)
+    rows = {
+        "all": {*shapes},
+        "bars": {*BARS},
+        "heads": {shape for shape in shapes if shape.endswith("-1x32768")},
+        "layouts": {shape for shape in shapes if shape.startswith("16-32-")},
+        "none": set[str](),
+    }[args.rows]
+    return {shape: shapes[shape] for shape in shapes if shape in rows and shape in (args.shape or shapes)}
+
+
+def warm(args: argparse.Namespace) -> int:
+    """Every pass of every peer once at the shapes that are asked for, and at that of ``--accuracy``."""
+    jobs: dict[tuple[str, tuple[int, int]], list[str]] = {}
+    for name in args.peers:
+        for shape, params in _asked(args).items():
+            jobs.setdefault((name, tuple(params["heads"])), []).append(shape)
+    if len(jobs) <= 1:
+        for (name, _), shapes in jobs.items():
+            _warm(args, name, shapes)
+        return 0
+    same = [*(["--quick"] if args.quick else []), *(["--accuracy"] if args.accuracy else [])]
+    for pass_ in args.passes or ():
+        same += ["--pass", pass_]
+    begin, running = time.monotonic(), {}
+    # What an autotuner measures while others run is not kept: the timing run measures again.
+    environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
+    for (name, heads), shapes in jobs.items():
+        own = [*same, "--peers", name, "--device", args.device, *(part for one in shapes for part in ("--shape", one))]
+        command = [sys.executable, __file__, "--warm", *own]
+        running[name, heads] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+    failed = 0
+    for (name, heads), process in running.items():
+        out, _ = process.communicate()
+        failed |= process.returncode
+        print(
+            f"== {name}, heads {heads}: exit {process.returncode}, {time.monotonic() - begin:.0f} s\n{out}", flush=True
+        )
+    return int(failed != 0)
+
+
+def _warm(args: argparse.Namespace, name: str, shapes: Sequence[str]) -> None:
+    """A pass that fails is named and no failure of this run: the timing run leaves it out with the same reason."""
+    operands = [(shape, partial(Gdn.make, args.device, **_shapes(args)[shape])) for shape in shapes]
+    if args.accuracy:
+        given = QUICK_ACCURACY if args.quick else ACCURACY
+        operands.append(("accuracy", lambda: gdn_operands.mixed(args.device, **given, norm=True)[0]))
+    for shape, make in operands:
+        gdn = make()
+        for pass_ in args.passes or PASSES:
+            begin = time.monotonic()
+            try:
+                PEERS[name](gdn).passes[pass_]()()
+                if args.device == "cuda":
+                    torch.cuda.synchronize()
+                what = "ran"
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"[:500]
+            print(f"warm {name} {pass_} {shape}: {time.monotonic() - begin:.1f} s, {what}", flush=True)
+
+
+def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[BenchTarget]:
+    """Row by row, operands made when their turn comes; ``absent`` receives what could not be asked."""
+    begin = time.monotonic()
+    peers = {name: load for name, load in PEERS.items() if name in args.peers}
+    for shape, params in _asked(args).items():
+        if args.budget is not None and time.monotonic() - begin > args.budget:
+            absent.append(absence(f"--budget of {args.budget:g} s was used up", impl="all", op=OP, shape=shape))
+            continue
+        gdn = Gdn.make(args.device, **params)
+        built = _load(peers, gdn, shape, absent)
+        for save in SAVES:
+            if save in args.save:
+                yield from _rows(args, gdn, shape, params, save, {} if save == "light" else built, absent)
+
+
+def _load(
+    peers: dict[str, Callable[[Gdn], Peer]], gdn: Gdn, shape: str, absent: list[dict[str, str]]
+) -> dict[str, Peer]:
+    """The peers on these operands; one that cannot be imported is not asked again."""
+    built: dict[str, Peer] = {}
+    for name, load in [*peers.items()]:
+        try:
+            built[name] = load(gdn)
+        except ImportError as error:
+            absent.append(absence(error, impl=name, op=OP))
+            del peers[name]
+        except Exception as error:
+            absent.append(absence(error, impl=name, op=OP, shape=shape))
+    return built
+
+
+def _rows(
+    args: argparse.Namespace,
+    gdn: Gdn,
+    shape: str,
+    params: Mapping[str, Any],
+    save: str,
+    peers: Mapping[str, Peer],
+    absent: list[dict[str, str]],
+) -> Iterator[BenchTarget]:
+    own = gdn_operands.ours(gdn, save)
+    moved, products = gdn_operands.traffic(gdn), gdn_operands.flop(gdn.lengths, params["heads"])
+    shape, params = f"{shape}{SUFFIX[save]}", {**params, "save": save}
+    for pass_ in args.passes or PASSES:
+        if pass_ not in own:
+            continue
+        theirs = "checkpoint" if save == "none" else pass_
+        target = partial(
+            BenchTarget, OP, pass_, shape,
+            params=params, dtype="bfloat16", bytes=moved[theirs], flop=products[theirs],
+        )  # fmt: skip
+        for variant in ("det", "fast") if args.fast else ("det",):
+            select = partial(gdn_operands.select_variant, variant)
+            select()  # a saved set keeps the variant of its forward
+            run = own[pass_]()
+            yield target(
+                run=run,
+                variant=variant,
+                version=version("cake-gdn"),
+                before=select,
+                check=partial(gdn_operands.check, gdn, run),
+            )
+        for name, peer in peers.items():
+            try:
+                run = peer.passes[theirs]()
+            except Exception as error:
+                of = {"op": OP, "pass_": pass_, "shape": shape, "version": peer.version}
+                absent.append(absence(error, impl=name, **of))
+                continue
+            yield target(
+                run=run,
+                impl=name,
+                version=peer.version,
+                check=partial(gdn_operands.check, gdn, run, budgets=BF16_BUDGETS),
+                optional=True,
+            )
+
+
+def _progress(row: Mapping[str, Any]) -> None:
+    where = f"{row['pass']} {row['shape']}"
+    print(f"{where:44} {label(row):16} {row['median_ms']:9.4f} ms {row['tbps']:7.3f} TB/s", flush=True)
+
+
+def print_summary(doc: Mapping[str, Any]) -> None:
+    """The short table: every comparison on a line, then means, bars, errors and what is absent."""
+    found = comparisons(doc)
+    ceilings = doc["ceilings"]
+    print(
+        f"\n{doc['device']}, torch {doc['torch']}, copy ceiling {ceilings['copy_tbps']:.2f} TB/s, "
+        f"{ceilings['matmul_tflops']:.0f} TFLOP/s; ms, x: the peer's time over ours"
+    )
+    for one in found:
+        print(f"{one.pass_} {one.shape}: {_times(one)}")
+    print()
+    judged = [one for one in found if sum(one.rows[0]["params"]["lengths"]) >= BAR_TOKENS]
+    for (_, pass_, peer), mean in geomeans(judged).items():
+        print(f"geomean {pass_} over {peer}: {mean:.3f} {verdict(mean > 1)}")
+    for line in bars(judged):
+        print(line)
+    if found and not judged:
+        print("no bars: every shape is too small for its figures to mean anything")
+    for line in accuracy_lines(doc["accuracy"]):
+        print(line)
+    for one in doc["absent"]:
+        print(absent_line(one, "impl", "version", "pass", "shape"))
+
+
+def _times(one: Comparison) -> str:
+    """Milliseconds of every row, how many times ours a peer takes, ours in TB/s and TFLOP/s, and its floor."""
+    parts: list[str] = []
+    for row in one.rows:
+        over = f" (x{one.speed(row):.2f})" if row["impl"] != "cake" and one.ours is not None else ""
+        parts.append(f"{label(row)} {row['median_ms']:.3f}{over}")
+    if one.ours is not None:
+        params = one.ours["params"]
+        moved = gdn_operands.design_traffic(params["lengths"], params["heads"], one.pass_, params["save"])
+        floor = 1e3 * max(moved / _COPY, one.ours["flop"] / _PRODUCTS)
+        parts.append(f"at {one.ours['tbps']:.3g} TB/s, {one.ours['tflops']:.3g} TFLOP/s, floor {floor:.3f}")
+    return "  ".join(parts)
+
+
+def bars(found: Sequence[Comparison]) -> Iterator[str]:
+    """The bars that this run has rows for."""
+    ours = [one for one in found if one.ours is not None and one.shape in BARS]
+    for pass_, peer in (("fwd", "fla"), ("bwd", "fla"), ("bwd", "flashqla")):
+        with_peer = [
+            replace(one, rows=tuple(row for row in one.rows if row["impl"] in ("cake", peer)))
+            for one in ours
+            if one.pass_ == pass_ and any(row["impl"] == peer for row in one.rows)
+        ]
+        if with_peer:
+            yield peer_bar(f"{pass_} beside {peer}", with_peer, BAR_OVER_PEER)
+    pass_, shape, published = PUBLISHED_MS
+    for one in ours:
+        if (one.pass_, one.shape) == (pass_, shape) and one.ours is not None:
+            took = one.ours["median_ms"]
+            yield f"bar {pass_} {shape} < {published} ms (FlashQLA's own): {verdict(took < published)}, {took:.3f} ms"
+    if det := fast_bar(found, BAR_OVER_FAST, lambda one: f"{one.pass_} {one.shape}"):
+        yield det
+
+
+if __name__ == "__main__":
+    sys.exit(main())
