@@ -19,6 +19,7 @@ ROWS = ("q", "k", "v", "do", "dq", "dk", "dv")
 STATES = ("entering", "leaving")
 VECTORS = (*ROWS, "z", "o", "e", "E", "states", "adjoints")
 """What is read or written 16 bytes at a time."""
+TABLES = ("chunks", "segments")
 ANY = {"chunks": (0,), "segments": (0,), "entering": (0,), "leaving": (0,), "states": (0,), "adjoints": (0,)}
 """Dimensions of any size: what a table names is the caller's."""
 
@@ -191,6 +192,16 @@ def test_states_are_dense_in_either_layout(programs: dict[str, Program], name: s
         run(programs, name, **{operand: value.mT})
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dimension_of_one_has_any_stride(programs: dict[str, Program], name: str) -> None:
+    one = {operand: t[:, :1].contiguous() for operand, t in tensors(name).items() if operand not in TABLES}
+    for operand, value in one.items():
+        strides = list(value.stride())
+        strides[1] = 999
+        if operand in (*ROWS, *STATES, "g", "beta"):
+            run(programs, name, **one | {operand: OnFakeDevice(value, strides=strides)})
+
+
 def test_none_stands_for_what_is_not_wanted(programs: dict[str, Program]) -> None:
     """Outputs, tapes, norms and states; never half of a pair."""
     before = launches(programs)
@@ -200,9 +211,10 @@ def test_none_stands_for_what_is_not_wanted(programs: dict[str, Program]) -> Non
     run(programs, "state_scan", e=None, states=None)
     for name in ("state_scan", "adjoint_scan"):
         run(programs, name, entering=None, leaving=None, segments=nobody)
+        run(programs, name, entering=None, leaving=None)  # rows of no states: zeros, and nobody's
     run(programs, "adjoint_scan", r_q=None, r_k=None)
     run(programs, "tail", r_q=None, r_k=None)
-    assert launches(programs) == before + 7
+    assert launches(programs) == before + 9
     for name in NAMES:
         refused(programs, name, "^r_k is None; needs both r_q and r_k or none", r_k=None)
         refused(programs, name, "^r_k is given; needs both r_q and r_k or none", r_q=None)

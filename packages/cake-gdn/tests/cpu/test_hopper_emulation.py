@@ -306,6 +306,29 @@ def test_entries_that_stand_for_nothing_write_nothing(kernels: Kernels) -> None:
         assert is_poison(value[:64])
 
 
+def test_value_heads_of_a_group_are_summed_in_their_order(kernels: Kernels) -> None:
+    """Two heads that cancel exactly, 2^40 times the third one: behind it they take it along, before it they do not."""
+    x = operands(steps.make_step((5,), (1, 3), norm=False, state=True))
+    got = kernels.step(x, backward=False)
+    g, beta = (t[:, :1].expand(-1, 3).contiguous() for t in (x.g, x.beta))
+    do, S = x.do[:, :1], got["S"][:, :1].expand(-1, 3, -1, -1).contiguous()
+    zero = torch.zeros_like(x.v)  # no delta errors: of dq dO S^T alone is there, of dk E S^T
+
+    def tail(*factors: float) -> tuple[Tensor, Tensor]:
+        dO = torch.cat([do * factor for factor in factors], 1)
+        y = replace(x, g=g, beta=beta, do=dO)
+        dq, dk, *_ = kernels.tail(y, None, None, (zero, dO, S, torch.zeros_like(S)), chunk_table(x.cu))
+        return dq, dk
+
+    large = 2.0**40
+    for name, behind, before, alone in zip(
+        ("dq", "dk"), tail(1, large, -large), tail(large, -large, 1), tail(0, 0, 1), strict=True
+    ):
+        assert not behind.any(), name
+        assert alone.any(), name
+        assert_same_bits(before, alone, name)
+
+
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
