@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # The ops of a package beside their peers on a machine with a CUDA device and torch; needs no network.
 #
-#   tools/bench_gpu.sh [--package cake-norms|cake-conv1d] WHEELS [OUT] [ARGUMENTS OF THE PACKAGE'S bench_*.py ...]
+#   tools/bench_gpu.sh [--package cake-norms|cake-conv1d|cake-gdn] WHEELS [OUT] [ARGUMENTS OF THE PACKAGE'S bench_*.py ...]
 #
 # WHEELS: the workspace's wheels (`uv build --all-packages --wheel`), what torch's environment lacks (apache-tvm-ffi, rich) and
-# the peers' wheels with what they need (fla-core: einops); a wheel may come in pieces NAME.whl.part*. Several fla-core
-# wheels: the newest runs with all peers, each other one in a process of its own. causal-conv1d may come as its source
-# archive (causal_conv1d-*.tar.gz): it is compiled for this device, which takes minutes and nvcc, the wheel is left in OUT.
-# OUT: folder for logs and documents; default bench-norms or bench-conv1d. The package is cake-norms if none is named.
+# the peers' wheels with what they need (fla-core: einops, and tilelang for the backward of cake-gdn; tilelang: z3-solver,
+# torch-c-dlpack-ext, apache-tvm-ffi < 0.1.13). A wheel may come compressed (NAME.whl.xz) or in pieces (NAME.whl.part*).
+# Several fla-core wheels: the newest runs with all peers, each other one in a process of its own. Of several apache-tvm-ffi
+# wheels the oldest is for the processes of cake-gdn, whose peers need tilelang, the newest for all others. causal-conv1d
+# may come as its source archive (causal_conv1d-*.tar.gz): it is compiled for this device, which takes minutes and nvcc,
+# the wheel is left in OUT.
+# OUT: folder for logs and documents; default bench-norms, bench-conv1d, bench-gdn. The package is cake-norms if none is
+# named. With --warm (cake-gdn) nothing is timed: all peers compile side by side into their caches, for a later call.
 # GIT_SHA: commit of the sources, for the documents. Prints the short tables last; fails when a run failed.
 set -uo pipefail
 package=cake-norms
@@ -16,17 +20,23 @@ package=cake-norms
 case $package in
   cake-norms) other=(--op gated_rmsnorm --rows peered --peers fla) ;;
   cake-conv1d) other=(--rows peered --peers fla torch) ;;
-  *) echo "--package $package: needs cake-norms or cake-conv1d" >&2 && exit 2 ;;
+  cake-gdn) ;; # below: the same shapes
+  *) echo "--package $package: needs cake-norms, cake-conv1d or cake-gdn" >&2 && exit 2 ;;
 esac
 short=${package#cake-}
 wheels=${1:?folder with wheels}
 out=${2:-bench-$short}
 shift $(($# < 2 ? $# : 2))
+[ "$package" = cake-gdn ] && other=("$@" --peers fla)
 mkdir -p "$out"
 work=$(mktemp -d)
 mkdir "$work/wheels" "$work/site"
 for part in "$wheels"/*.whl.part*; do
   [ -e "$part" ] && cat "$part" >>"$work/wheels/$(basename "${part%.part*}")" # the shell sorts the pieces
+done
+for packed in "$wheels"/*.whl.xz; do
+  [ -e "$packed" ] && python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \
+    "$packed" "$work/wheels/$(basename "$packed" .xz)"
 done
 cp "$wheels"/*.whl "$work/wheels" || exit 1
 
@@ -51,8 +61,10 @@ install() {
   python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target "$target" "$@"
 }
 mapfile -t fla < <(find "$work/wheels" -name 'fla_core-*.whl' | sort -rV)
-mapfile -t others < <(find "$work/wheels" -name '*.whl' ! -name 'fla_core-*')
-install "$work/site" "${others[@]}" || exit 1
+mapfile -t ffi < <(find "$work/wheels" -name 'apache_tvm_ffi-*.whl' | sort -rV)
+mapfile -t others < <(find "$work/wheels" -name '*.whl' ! -name 'fla_core-*' ! -name 'apache_tvm_ffi-*')
+if [ "$package" = cake-gdn ]; then ffi=("${ffi[@]: -1}"); else ffi=("${ffi[@]:0:1}"); fi
+install "$work/site" "${others[@]}" "${ffi[@]}" || exit 1
 for wheel in "${fla[@]}"; do install "$work/$(basename "$wheel" .whl)" "$wheel" || exit 1; done
 # --target runs no .pth file: this folder is what nvidia-cutlass-dsl's would add.
 site=$work/site:$work/site/nvidia_cutlass_dsl/dsl_packages
@@ -79,27 +91,41 @@ case $package in
     try "$site" causal_conv1d "from causal_conv1d import causal_conv1d_fn"
     of_fla="from importlib.util import find_spec; name = 'fla.modules.causal_conv1d'; __import__(name if find_spec(name) else 'fla.modules.conv')"
     ;;
+  cake-gdn)
+    try "$site" tvm_ffi "pass"
+    try "$site" tilelang "pass"
+    try "$site" flash_qla "pass"
+    of_fla="from fla.ops.gated_delta_rule import chunk_gated_delta_rule"
+    ;;
 esac
 for wheel in "${fla[@]}"; do try "$site:$work/$(basename "$wheel" .whl)" fla "$of_fla"; done
 
 status=0
 run() {
-  local path=$1 name=$2 start=$SECONDS
+  local path=$1 name=$2 start=$SECONDS code=0
   shift 2
-  echo "== $name"
-  PYTHONPATH=$path python3 "packages/$package/benchmarks/bench_$short.py" --json "$out/$name.json" "$@" >"$out/$name.log" 2>&1 || status=1
-  echo "$((SECONDS - start)) s, $(grep -c ' ms ' "$out/$name.log") rows timed"
+  PYTHONPATH=$path python3 "packages/$package/benchmarks/bench_$short.py" --json "$out/$name.json" "$@" >"$out/$name.log" 2>&1 || code=1
+  echo "== $name: $((SECONDS - start)) s, $(grep -c ' ms ' "$out/$name.log") rows timed"
+  return "$code"
 }
 PYTHONPATH=$site cake prebuild --all --plain >"$out/prebuild.log" 2>&1 || status=1
 tail -n 1 "$out/prebuild.log"
 stem=$(date -u +%F)-${GIT_SHA:-unknown}
 sha=(${GIT_SHA:+--git-sha "$GIT_SHA"})
 with() { [ -n "${1:-}" ] && echo ":$work/$(basename "$1" .whl)"; }
-run "$site$(with "${fla[0]:-}")" "$stem" "${sha[@]}" "$@"
+beside=()
+each() { # one process after the other; with --warm all of them at once
+  case " ${other[*]} " in
+    *" --warm "*) run "$@" & beside+=("$!") ;;
+    *) run "$@" || status=1 ;;
+  esac
+}
+each "$site$(with "${fla[0]:-}")" "$stem" "${sha[@]}" "$@"
 for wheel in "${fla[@]:1}"; do
   version=$(basename "$wheel" | cut -d- -f2)
-  run "$site$(with "$wheel")" "$stem.fla-$version" "${sha[@]}" "${other[@]}"
+  each "$site$(with "$wheel")" "$stem.fla-$version" "${sha[@]}" "${other[@]}"
 done
+for process in "${beside[@]}"; do wait "$process" || status=1; done
 for log in "$out/$stem".fla-*.log "$out/$stem.log"; do
   [ -e "$log" ] || continue
   echo "== $(basename "$log")"

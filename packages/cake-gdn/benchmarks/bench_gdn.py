@@ -127,6 +127,10 @@ def _shapes(args: argparse.Namespace) -> Mapping[str, Mapping[str, Any]]:
     return QUICK if args.quick else SHAPES
 
 
+def _accuracy(args: argparse.Namespace) -> Mapping[str, Any]:
+    return QUICK_ACCURACY if args.quick else ACCURACY
+
+
 def _asked(args: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
     shapes = _shapes(args)
     rows = {
@@ -140,23 +144,30 @@ def _asked(args: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
 
 
 def warm(args: argparse.Namespace) -> int:
-    """Every pass of every peer once at the shapes that are asked for, and at that of ``--accuracy``."""
+    """Every pass of every peer once, at the shortest of the shapes that are asked for of each kind, and at that of
+    ``--accuracy``: what they compile does not depend on the number of tokens."""
+    asked, kinds = _asked(args), dict[Any, str]()
+    for shape, params in sorted(asked.items(), key=lambda item: sum(item[1]["lengths"])):
+        kind = params["heads"], params.get("norm", True), params.get("packed", False), len(params["lengths"]) > 1
+        kinds.setdefault(kind, shape)
     jobs: dict[tuple[str, tuple[int, int]], list[str]] = {}
     for name in args.peers:
-        for shape, params in _asked(args).items():
-            jobs.setdefault((name, tuple(params["heads"])), []).append(shape)
+        for shape in kinds.values():
+            jobs.setdefault((name, asked[shape]["heads"]), []).append(shape)
     if len(jobs) <= 1:
         for (name, _), shapes in jobs.items():
             _warm(args, name, shapes)
         return 0
-    same = [*(["--quick"] if args.quick else []), *(["--accuracy"] if args.accuracy else [])]
+    same = ["--quick"] if args.quick else []
     for pass_ in args.passes or ():
         same += ["--pass", pass_]
     begin, running = time.monotonic(), {}
     # What an autotuner measures while others run is not kept: the timing run measures again.
     environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
     for (name, heads), shapes in jobs.items():
-        own = [*same, "--peers", name, "--device", args.device, *(part for one in shapes for part in ("--shape", one))]
+        own = [*same, "--peers", name, "--device", args.device]
+        own += ["--accuracy"] if args.accuracy and heads == _accuracy(args)["heads"] else []
+        own += [part for one in shapes for part in ("--shape", one)]
         command = [sys.executable, __file__, "--warm", *own]
         running[name, heads] = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -175,8 +186,7 @@ def _warm(args: argparse.Namespace, name: str, shapes: Sequence[str]) -> None:
     """A pass that fails is named and no failure of this run: the timing run leaves it out with the same reason."""
     operands = [(shape, partial(Gdn.make, args.device, **_shapes(args)[shape])) for shape in shapes]
     if args.accuracy:
-        given = QUICK_ACCURACY if args.quick else ACCURACY
-        operands.append(("accuracy", lambda: gdn_operands.mixed(args.device, **given, norm=True)[0]))
+        operands.append(("accuracy", lambda: gdn_operands.mixed(args.device, **_accuracy(args), norm=True)[0]))
     for shape, make in operands:
         gdn = make()
         for pass_ in args.passes or PASSES:
@@ -232,8 +242,8 @@ def _rows(
     absent: list[dict[str, str]],
 ) -> Iterator[BenchTarget]:
     own = gdn_operands.ours(gdn, save)
-    moved, products = gdn_operands.traffic(gdn), gdn_operands.flop(gdn.lengths, params["heads"])
-    shape, params = f"{shape}{SUFFIX[save]}", {**params, "save": save}
+    moved, products = gdn_operands.traffic(gdn), gdn_operands.flop(gdn)
+    shape, params = f"{shape}{SUFFIX[save]}", _row_params(params, save)
     for pass_ in args.passes or PASSES:
         if pass_ not in own:
             continue
@@ -269,6 +279,13 @@ def _rows(
             )
 
 
+def _row_params(params: Mapping[str, Any], save: str) -> dict[str, Any]:
+    """Of a row: its size first, its documents by number."""
+    lengths, heads = params["lengths"], params["heads"]
+    some = {"tokens": sum(lengths), "heads": f"{heads[0]}/{heads[1]}", "documents": len(lengths)}
+    return {**some, **{name: value for name, value in params.items() if name not in ("lengths", "heads")}, "save": save}
+
+
 def _progress(row: Mapping[str, Any]) -> None:
     where = f"{row['pass']} {row['shape']}"
     print(f"{where:44} {label(row):16} {row['median_ms']:9.4f} ms {row['tbps']:7.3f} TB/s", flush=True)
@@ -285,7 +302,7 @@ def print_summary(doc: Mapping[str, Any]) -> None:
     for one in found:
         print(f"{one.pass_} {one.shape}: {_times(one)}")
     print()
-    judged = [one for one in found if sum(one.rows[0]["params"]["lengths"]) >= BAR_TOKENS]
+    judged = [one for one in found if one.rows[0]["params"]["tokens"] >= BAR_TOKENS]
     for (_, pass_, peer), mean in geomeans(judged).items():
         print(f"geomean {pass_} over {peer}: {mean:.3f} {verdict(mean > 1)}")
     for line in bars(judged):
@@ -306,7 +323,7 @@ def _times(one: Comparison) -> str:
         parts.append(f"{label(row)} {row['median_ms']:.3f}{over}")
     if one.ours is not None:
         params = one.ours["params"]
-        moved = gdn_operands.design_traffic(params["lengths"], params["heads"], one.pass_, params["save"])
+        moved = gdn_operands.design_traffic(params["tokens"], params["heads"], one.pass_, params["save"])
         floor = 1e3 * max(moved / _COPY, one.ours["flop"] / _PRODUCTS)
         parts.append(f"at {one.ours['tbps']:.3g} TB/s, {one.ours['tflops']:.3g} TFLOP/s, floor {floor:.3f}")
     return "  ".join(parts)

@@ -16,7 +16,7 @@ import gdn_operands
 from cake_core.bench import absence
 from cake_core.bench_bars import verdict
 from cake_core.bench_report import label
-from gdn_operands import GRADIENTS, Gdn, Outputs
+from gdn_operands import GRADIENTS, REGIMES, Gdn, Outputs
 from gdn_peers import Peer
 from torch import Tensor
 
@@ -39,18 +39,23 @@ def accuracies(
 ) -> list[dict[str, Any]]:
     """Errors of our det and of every peer that runs; ``absent`` receives the others. Ours raises."""
     found: list[dict[str, Any]] = []
+    peers = dict(peers)
     for norm in (True, False):
         gdn, parts = gdn_operands.mixed(device, tokens, heads, norm=norm)
         params = {"tokens": tokens, "heads": list(heads), "norm": norm}
         gdn_operands.select_variant("det")
         ours = {"impl": "cake", "variant": "det", "version": version}
         found += _entries(gdn, parts, {**ours, "params": params}, gdn_operands.ours(gdn, "full")["step"]()())
-        for name, load in peers.items():
+        for name, load in [*peers.items()]:
             try:
                 peer = load(gdn)
                 got = peer.passes["step"]()()
                 row = {"impl": name, "variant": None, "version": peer.version, "params": params}
                 found += _entries(gdn, parts, row, got)
+            except ImportError as error:
+                del peers[name]
+                if (missing := absence(error, impl=name, op="gdn")) not in absent:
+                    absent.append(missing)
             except Exception as error:
                 absent.append(absence(error, impl=name, op="gdn", shape=f"accuracy, norm {norm}"))
     return found
@@ -91,7 +96,8 @@ def accuracy_lines(found: Sequence[Entry]) -> Iterator[str]:
     groups: dict[tuple[Any, ...], list[Entry]] = {}
     for entry in found:
         groups.setdefault((entry["params"]["norm"], entry["gates"], label(entry)), []).append(entry)
-    for (norm, gates, impl), entries in sorted(groups.items(), key=lambda item: not item[0][0]):
+    order = sorted(groups.items(), key=lambda item: (not item[0][0], REGIMES.index(item[0][1])))
+    for (norm, gates, impl), entries in order:
         values = "  ".join(f"{entry['tensor']} {_shown(entry['rel_rms'])}" for entry in entries)
         setting = "norm" if norm else "no-norm"
         yield f"error {setting} {gates}: {impl:16} {values}"

@@ -191,19 +191,21 @@ def traffic(gdn: Gdn) -> Mapping[str, int]:
     return {"fwd": fwd, "bwd": bwd, "step": fwd + bwd, "checkpoint": 2 * fwd + bwd}
 
 
-def flop(lengths: Sequence[int], heads: tuple[int, int]) -> Mapping[str, int]:
+def flop(gdn: Gdn) -> Mapping[str, int]:
     """Operations of the products of the chunk form, in 64 x 64 x 128 products: 9 + 1 / r forward, 21 + 2 / r backward,
     per chunk and value head. The same for everybody; a state scan that is repeated is not counted."""
-    group = heads[1] / heads[0]
-    chunk_heads = heads[1] * sum(-(-length // 64) for length in lengths)
+    value_heads = gdn.step.v.shape[2]
+    group = value_heads // gdn.step.q.shape[2]
+    chunk_heads = value_heads * sum(-(-length // 64) for length in gdn.lengths)
     fwd, bwd = (int(_UNIT * chunk_heads * (a + b / group)) for a, b in ((9, 1), (21, 2)))
     return {"fwd": fwd, "bwd": bwd, "step": fwd + bwd, "checkpoint": 2 * fwd + bwd}
 
 
-def design_traffic(lengths: Sequence[int], heads: tuple[int, int], pass_: str, save: str) -> int:
+def design_traffic(tokens: int, heads: str, pass_: str, save: str) -> int:
     """Bytes that our kernels have to move as they are cut: tapes written and read, a state for every chunk, q and k
-    read by more than one kernel. ``save`` "none": the checkpointed step."""
-    group = heads[1] / heads[0]
+    read by more than one kernel. ``heads``: "16/32". ``save`` "none": the checkpointed step."""
+    key_heads, value_heads = map(int, heads.split("/"))
+    group = value_heads / key_heads
     light, full = 1024 / group + 776 + 8 / group, 256 + 512
     bwd, rescan = 1536 / group + 1688 + 1536, 256 / group + 904 + 256
     each = {
@@ -212,7 +214,7 @@ def design_traffic(lengths: Sequence[int], heads: tuple[int, int], pass_: str, s
         "none": {"fwd": 2 * light + full, "bwd": bwd},
     }[save]
     each["step"] = each["fwd"] + each["bwd"]
-    return int(each[pass_] * sum(lengths) * heads[1])
+    return int(each[pass_] * tokens * value_heads)
 
 
 def gradients(gdn: Gdn, call: Call, leaves: tuple[Tensor, ...]) -> Run:

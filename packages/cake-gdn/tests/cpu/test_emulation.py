@@ -11,6 +11,7 @@ from cake_core.testing.operands import normal
 from cake_gdn.testing import budgets, emulation, oracle, shapes, steps
 from cake_gdn.testing.tiles import EXACT, HOPPER, POINTS, Rounding, Tiles, make_tiles
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 F64 = torch.float64
 
@@ -180,3 +181,15 @@ def test_tiles_of_one_document_do_not_depend_on_the_pack() -> None:
         assert_same_bits(own, alone[name], name)
     for got, want in ((packed.prepared.Z, alone.prepared.Z), (packed.scanned.S, alone.scanned.S)):
         assert_same_bits(got[2:6], want, "tape")
+
+
+@pytest.mark.parametrize("segment", [None, 2])
+def test_the_emulation_runs_where_its_operands_are(segment: int | None) -> None:
+    """The benchmark's reference on a device: a tensor that is made on the CPU would not go with the others."""
+    with FakeTensorMode():
+        q, k, v, do = (torch.empty(1, 300, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (1, 1, 2, 2))
+        g, beta = (torch.empty(1, 300, 2, device="cuda") for _ in range(2))
+        found = emulation.emulate(
+            q, k, v, g, beta, do, rounding=EXACT, cu_seqlens=[0, 70, 300], use_qk_l2norm=True, segment=segment
+        )
+        assert {found[name].device for name in oracle.NAMES} == {torch.device("cuda", 0)}
