@@ -267,7 +267,9 @@ def test_a_device_without_a_backend_is_not_implemented() -> None:
     with FakeCuda(capability=(7, 5)) as fake, recorded_launches() as launches:
         q, k, v, g, beta = (fake.cuda(t) for t in (Q, K, V, G, BETA))
         for call in (chunk_gated_delta_rule, chunk_gated_delta_rule_fwd):
-            with pytest.raises(NotImplementedError, match=r": device cuda:0 is of compute capability 7.5; needs .*sm_90a"):
+            with pytest.raises(
+                NotImplementedError, match=r": device cuda:0 is of compute capability 7.5; needs .*sm_90a"
+            ):
                 call(q, k, v, g, beta)
         with pytest.raises(NotImplementedError, match=r": device cuda:0 is of compute capability 7.5; needs .*sm_90a"):
             chunk_gated_delta_rule_bwd(q, k, v, g, beta, v)

@@ -42,6 +42,7 @@ def launched(programs: dict[str, Program], meta: Program, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(sm90, "_program", program)
     monkeypatch.setattr(sm90, "_index", lambda x: 0)
+
     def take(op: str, role: str, nbytes: int, index: int) -> Tensor:
         return poisoned_empty((nbytes + 3,), torch.uint8, "cpu")
 
