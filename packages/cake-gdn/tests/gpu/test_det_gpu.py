@@ -178,11 +178,12 @@ def test_a_layout_is_known_by_its_values_alone() -> None:
     for repeat in range(200):
         which = repeat * 7 % len(layouts) if repeat % 3 else 0
         cu = offsets(layouts[which], "cpu" if repeat % 2 else DEVICE)
-        seen.add(cu.data_ptr())
+        if repeat % 2 == 0:
+            seen.add(cu.data_ptr())
         got = step.run(cu_seqlens=None, cu_seqlens_cpu=cu) if repeat % 2 else step.run(cu_seqlens=cu)
         assert_same_step(got, wants[which], f"repeat {repeat}, {layouts[which]}")
         del cu, got
-    assert len(seen) < 100, "no address came twice: this shows nothing"
+    assert len(seen) < 50, "hardly an address came twice: this shows nothing"
 
 
 @pytest.mark.multi_gpu
