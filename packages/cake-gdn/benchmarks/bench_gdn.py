@@ -184,7 +184,9 @@ def warm(args: argparse.Namespace) -> int:
 
 def _warm(args: argparse.Namespace, name: str, shapes: Sequence[str]) -> None:
     """A pass that fails is named and no failure of this run: the timing run leaves it out with the same reason."""
-    operands = [(shape, partial(Gdn.make, args.device, **_shapes(args)[shape])) for shape in shapes]
+    operands: list[tuple[str, Callable[[], Gdn]]] = [
+        (shape, partial(Gdn.make, args.device, **_shapes(args)[shape])) for shape in shapes
+    ]
     if args.accuracy:
         operands.append(("accuracy", lambda: gdn_operands.mixed(args.device, **_accuracy(args), norm=True)[0]))
     for shape, make in operands:

@@ -260,10 +260,9 @@ def ours(gdn: Gdn, save: str) -> Mapping[str, Callable[[], Run]]:
         saved = s.forward(save=save)[1]
         return lambda: s.backward(saved)
 
-    def call(*leaves: Tensor) -> Tensor:
-        return api.chunk_gated_delta_rule(
-            *leaves, use_qk_l2norm_in_kernel=s.norm, cu_seqlens=s.cu, recompute_state=save == "light"
-        )[0]
+    def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        options = {"use_qk_l2norm_in_kernel": s.norm, "cu_seqlens": s.cu, "recompute_state": save == "light"}
+        return api.chunk_gated_delta_rule(q, k, v, g, beta, **options)[0]
 
     if save == "none":
         return {"step": lambda: checkpointed(gdn, call, gdn.leaves)}
