@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -379,12 +380,13 @@ def test_peers_are_warmed_side_by_side(
         returncode = 0
 
         def __init__(self, command: list[str], **given: Any) -> None:
-            assert given["env"]["FLA_CACHE_RESULTS"] == "0"
+            assert os.environ["FLA_CACHE_RESULTS"] == "0"
             started.append(command[2:])
 
         def communicate(self) -> tuple[str, None]:
             return "", None
 
+    monkeypatch.setenv("FLA_CACHE_RESULTS", "1")
     monkeypatch.setattr(gdn.subprocess, "Popen", Process)
     monkeypatch.setattr(gdn, "SHAPES", {shape: gdn.SHAPES[shape] for shape in gdn.BARS})
     args = ["--warm", "--accuracy", "--device", "cpu"]

@@ -146,6 +146,8 @@ def _asked(args: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
 def warm(args: argparse.Namespace) -> int:
     """Every pass of every peer once, at the shortest of the shapes that are asked for of each kind, and at that of
     ``--accuracy``: what they compile does not depend on the number of tokens."""
+    # What an autotuner measures while others run is not kept: the timing run measures again.
+    os.environ["FLA_CACHE_RESULTS"] = "0"
     asked, kinds = _asked(args), dict[Any, str]()
     for shape, params in sorted(asked.items(), key=lambda item: sum(item[1]["lengths"])):
         kind = params["heads"], params.get("norm", True), params.get("packed", False), len(params["lengths"]) > 1
@@ -162,16 +164,12 @@ def warm(args: argparse.Namespace) -> int:
     for pass_ in args.passes or ():
         same += ["--pass", pass_]
     begin, running = time.monotonic(), {}
-    # What an autotuner measures while others run is not kept: the timing run measures again.
-    environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
     for (name, heads), shapes in jobs.items():
         own = [*same, "--peers", name, "--device", args.device]
         own += ["--accuracy"] if args.accuracy and heads == _accuracy(args)["heads"] else []
         own += [part for one in shapes for part in ("--shape", one)]
         command = [sys.executable, __file__, "--warm", *own]
-        running[name, heads] = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
+        running[name, heads] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     failed = 0
     for (name, heads), process in running.items():
         out, _ = process.communicate()
