@@ -56,12 +56,12 @@ PACKS: Mapping[str, tuple[int, ...]] = {
 }
 
 VERIFY: Mapping[str, Mapping[str, Any]] = {
-    "qwen3next-tp8-ragged": {"lengths": (1, 63, 0, 65, 71), "heads": (2, 4)},
-    "qwen35-27b-slow-states": {"lengths": (70, 130), "heads": (1, 3), "gates": "slow", "state": True},
-    "qwen35-397b-strong-packed-row": {"lengths": (130,), "heads": (1, 4), "gates": "qwen-16", "packed": True},
-    "qwen35-2b-no-decay-bf16-beta": {"lengths": (129, 64), "heads": (2, 2), "gates": "none", "beta": "bfloat16"},
-    "no-norm-constant-decay": {"lengths": (100, 7), "heads": (2, 2), "gates": "constant-5", "norm": False},
-    "batch-qwen-gates": {"lengths": (90, 90), "heads": (2, 4), "gates": "qwen-1", "batch": True, "state": True},
+    "qwen3next-tp8-ragged": {"lengths": (1, 31, 0, 65), "heads": (2, 4)},
+    "qwen35-27b-slow-states": {"lengths": (20, 70), "heads": (1, 3), "gates": "slow", "state": True},
+    "qwen35-397b-strong-packed-row": {"lengths": (80,), "heads": (1, 4), "gates": "qwen-16", "packed": True},
+    "qwen35-2b-no-decay-bf16-beta": {"lengths": (66, 30), "heads": (2, 2), "gates": "none", "beta": "bfloat16"},
+    "no-norm-constant-decay": {"lengths": (70, 7), "heads": (2, 2), "gates": "constant-5", "norm": False},
+    "batch-qwen-gates": {"lengths": (66, 66), "heads": (2, 4), "gates": "qwen-1", "batch": True, "state": True},
 }
 
 _LAYOUTS: Mapping[str, tuple[int, ...]] = {
