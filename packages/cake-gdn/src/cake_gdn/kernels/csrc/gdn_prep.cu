@@ -73,7 +73,7 @@ __device__ __forceinline__ void solve(const float (&N)[kChunk][kPitch], const fl
 }
 
 __global__ __launch_bounds__(kWarpgroup, 4) void gdn_prep(const __grid_constant__ Prep p) {
-  Shared& shared = *dynamic_shared<Shared>();
+  Shared& shared = *dynamic_tiles<Shared>();
   const int thread = static_cast<int>(threadIdx.x);
   const int key_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.key_heads));
   const Chunk chunk = p.chunks[blockIdx.x / static_cast<unsigned>(p.key_heads)];

@@ -441,7 +441,7 @@ __device__ __forceinline__ void run(const Tail& p, Shared& shared, const Chunk& 
 }
 
 __global__ __launch_bounds__(kThreads, 1) void gdn_tail(const __grid_constant__ Tail p) {
-  Shared& shared = *dynamic_shared<Shared>();
+  Shared& shared = *dynamic_tiles<Shared>();
   const int key_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.key_heads));
   const int64_t number = blockIdx.x / static_cast<unsigned>(p.key_heads);
   const Chunk chunk = p.chunks[number];

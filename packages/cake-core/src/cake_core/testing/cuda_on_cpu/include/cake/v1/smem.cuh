@@ -10,4 +10,9 @@ T* dynamic_shared() {
   return reinterpret_cast<T*>(cuda_on_cpu::dynamic_smem());
 }
 
+template <typename T>
+T* dynamic_tiles() {
+  return dynamic_shared<T>();
+}
+
 }  // namespace cake
