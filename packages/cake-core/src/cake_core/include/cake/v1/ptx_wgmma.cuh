@@ -6,9 +6,10 @@
 
 namespace cake::ptx {
 
-// fence.proxy.async: what this thread wrote to shared memory, cp.async included once it has waited for it, becomes
-// visible to products that begin behind a barrier.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// fence.proxy.async.shared::cta: what this thread wrote to shared memory, cp.async included once it has waited for it,
+// becomes visible to products that begin behind a barrier. Without the state space it would also wait for all that the
+// thread has under way to and from global memory (MEMBAR.ALL.GPU), about a microsecond.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // wgmma.fence / commit_group / wait_group.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
