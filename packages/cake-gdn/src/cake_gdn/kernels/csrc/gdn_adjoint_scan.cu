@@ -15,7 +15,7 @@ namespace {
 template <int kWalkers>
 __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalkers>& shared, const Walk& walk,
                                               int warpgroup) {
-  const Walker me(shared.staging[warpgroup], warpgroup);
+  const Walker<kWalkers> me(shared, warpgroup);
   const int column = walk.column + kColumns * warpgroup;  // first value column of this warpgroup
   const int value = column + 16 * me.warp + me.lane / 4;  // of d[0]; 8 more for d[2]
   const int heads = p.in.heads;
@@ -46,14 +46,7 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     ptx::wgmma_commit();
     multiply<kChunk / 16>(dS, dO, Operand<Along::kColumns>(stage.q, kSquareBytes), true);
     ptx::wgmma_commit();
-    char* tape =
-        static_cast<char*>(p.states) +
-        2 * (((walk.segment.chunk + chunk) * static_cast<int64_t>(heads) + walk.head) * kState + column * kHeadDim);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      me.stage(after, half);
-      me.copy_out(tape + half * kTileRowBytes, 2 * kHeadDim, kColumns);
-    }
+    send_state(me, tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column), after);
     ptx::wgmma_wait<1>();
     ptx::settle(dU);
     scale_columns(dU, s.k_out, me.lane);
@@ -72,9 +65,12 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     ptx::wgmma_wait<0>();
     ptx::settle(dU);
 
-    me.stage_transposed(dU);
+    me.claim();
+    me.stage_transposed(dU, 2);
+    me.reuse();
+    me.meet();
     me.copy_out(static_cast<char*>(p.e) + t * row_bytes + 2 * (static_cast<int64_t>(walk.head) * kHeadDim + column),
-                row_bytes, rows);
+                row_bytes, rows, 2);
     scale_columns(dU, s.b, me.lane);  // dV
 #pragma unroll
     for (int i = 0; i < kChunk / 8; ++i) {  // - c r_k o dV
@@ -88,12 +84,15 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     ptx::wgmma_fence();
     multiply<kChunk / 16>(dS, a, Operand<Along::kColumns>(stage.k, kSquareBytes), true);
     ptx::wgmma_commit();
-    me.stage_transposed(dU);
-    me.copy_out(const_cast<char*>(row_of(p.dv, t, walk.head)) + 2 * column, p.dv.token_bytes, rows);
+    me.claim();
+    me.stage_transposed(dU, 3);
+    me.meet();
+    me.copy_out(const_cast<char*>(row_of(p.dv, t, walk.head)) + 2 * column, p.dv.token_bytes, rows, 3);
     ptx::wgmma_wait<0>();
     ptx::settle(dS);
     ptx::mbarrier_arrive(&shared.empty[at_stage]);
   }
+  me.reuse();
   store_state(p.entering, walk.segment.entering, walk.head, heads, value, me.lane, dS);
 }
 

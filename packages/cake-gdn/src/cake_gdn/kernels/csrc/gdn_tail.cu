@@ -31,8 +31,6 @@ namespace cake::gdn {
 namespace {
 
 constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kStateTileBytes = kHeadDim * kTileRowBytes;  // [128][64]
-constexpr int kStateBytes = 2 * kStateTileBytes;
 constexpr int kPsBarrier = 1;   // dPs is written: warpgroups 0 and 1
 constexpr int kOutBarrier = 2;  // + 1 for dk: a tile is ready to leave
 constexpr int kSums = kHeadDim / 2;
@@ -55,13 +53,13 @@ struct Shared {
   float z[4];
 };
 
-// [128][128] BF16 to two tiles of 128 rows, by a warpgroup.
+// A state of a tape, which holds it as the tiles, by a warpgroup.
 __device__ __forceinline__ void copy_state(char* tile, const void* from, int64_t state, int thread) {
   const char* source = static_cast<const char*>(from) + state * kStateBytes;
 #pragma unroll 4
   for (int i = 0; i < kStateBytes / 16 / kWarpgroup; ++i) {
-    const int at = i * kWarpgroup + thread, row = at / 16, piece = at % 16;
-    ptx::cp_async_16(tile + piece / 8 * kStateTileBytes + swizzled(row, piece % 8 * 8), source + at * 16, true);
+    const int at = 16 * (i * kWarpgroup + thread);
+    ptx::cp_async_16(tile + at, source + at, true);
   }
 }
 
