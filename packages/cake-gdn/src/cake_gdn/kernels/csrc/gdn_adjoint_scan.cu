@@ -30,11 +30,11 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     const Scalars& s = shared.scalars[at_stage];
     const int rows = walk.rows(chunk);
     const int64_t t = walk.token(chunk);
-    ptx::mbarrier_wait(&shared.full[at_stage], visit / kStages % 2);
-
     uint32_t after[kHeadDim / 16][4];  // bf16(dS'^T)
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) to_operand(dS, step, after[step]);
+    if constexpr (Walker<kWalkers>::kStateInTiles) me.stage_state(after);
+    ptx::mbarrier_wait(&shared.full[at_stage], visit / kStages % 2);
     const float gamma = s.gamma;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dS[i] = __fmul_rn(dS[i], gamma);  // while no product is on its way
@@ -42,11 +42,11 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     const Operand<Along::kColumns> dO(stage.x[warpgroup], kSquareBytes);
     float dU[kChunk / 2];
     ptx::wgmma_fence();
-    multiply<kHeadDim / 16>(dU, after, Operand<Along::kRows>(stage.k, kSquareBytes), false);
+    me.times_state(dU, after, Operand<Along::kRows>(stage.k, kSquareBytes));
     ptx::wgmma_commit();
     multiply<kChunk / 16>(dS, dO, Operand<Along::kColumns>(stage.q, kSquareBytes), true);
     ptx::wgmma_commit();
-    send_state(me, tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column), after);
+    me.send_state(tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column), after);
     ptx::wgmma_wait<1>();
     ptx::settle(dU);
     scale_columns(dU, s.k_out, me.lane);

@@ -27,25 +27,26 @@ __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>
     const Scalars& s = shared.scalars[at_stage];
     const int rows = walk.rows(chunk);
     const int64_t to = walk.token(chunk) * row_bytes + 2 * (static_cast<int64_t>(walk.head) * kHeadDim + column);
-    ptx::mbarrier_wait(&shared.full[at_stage], chunk / kStages % 2);
-
     uint32_t before[kHeadDim / 16][4];  // bf16(S^T)
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) to_operand(S, step, before[step]);
+    if constexpr (Walker<kWalkers>::kStateInTiles) me.stage_state(before);
+    ptx::mbarrier_wait(&shared.full[at_stage], chunk / kStages % 2);
     const float gamma = s.gamma;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) S[i] = __fmul_rn(S[i], gamma);  // while no product is on its way
     const Operand<Along::kRows> k(stage.k, kSquareBytes), q(stage.q, kSquareBytes);
     float e[kChunk / 2], o[kChunk / 2];
     ptx::wgmma_fence();
-    multiply<kHeadDim / 16>(e, before, k, false);
+    me.times_state(e, before, k);
     ptx::wgmma_commit();
     if constexpr (kOutput) {
-      multiply<kHeadDim / 16>(o, before, q, false);
+      me.times_state(o, before, q);
       ptx::wgmma_commit();
     }
-    char* tape = tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column);
-    if constexpr (kTapes) send_state(me, tape, before);
+    if constexpr (kTapes) {
+      me.send_state(tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column), before);
+    }
     // Two walking warpgroups fill each other's pauses and have fewer registers: they let go of `before` here.
     ptx::wgmma_wait<kOutput && kWalkers == 1 ? 1 : 0>();
     ptx::settle(e);

@@ -160,6 +160,10 @@ struct Walker {
         barrier(kWalkBarrier + warpgroup),
         tiles(shared.staging[warpgroup][0]) {}
 
+  // Whether products read the state from its tiles: issuing one whose operand is in registers takes a warpgroup as long
+  // as the product itself. Two walking warpgroups fill each other's pauses, and have no room for the tiles.
+  static constexpr bool kStateInTiles = kTiles > 1;
+
   __device__ __forceinline__ char* tile(int number) const { return tiles + number % kTiles * kSquareBytes; }
   __device__ __forceinline__ void meet() const { ptx::bar_sync(barrier, kWarpgroup); }
 
@@ -183,12 +187,41 @@ struct Walker {
       ptx::stmatrix_x4(tile(half) + swizzled(16 * warp + lane % 8 + 8 * (matrix % 2), 16 * step + 8 * (matrix / 2)),
                        a[4 * half + step]);
     }
+  }
+  // A whole state to its tiles; the threads have met.
+  __device__ __forceinline__ void stage_state(const uint32_t (&a)[kHeadDim / 16][4]) const {
+    stage(a, 0);
+    stage(a, 1);
     ptx::fence_proxy_async();
+    meet();
+  }
+  // The state, and its product with an operand [n][128 keys] in tiles.
+  template <int N>
+  __device__ __forceinline__ void times_state(float (&sum)[N], const uint32_t (&a)[kHeadDim / 16][4],
+                                              const Operand<Along::kRows>& by) const {
+    if constexpr (kStateInTiles) {
+      multiply<kHeadDim / 16>(sum, Operand<Along::kRows>(tile(0), kSquareBytes), by, false);
+    } else {
+      multiply<kHeadDim / 16>(sum, a, by, false);
+    }
   }
   __device__ __forceinline__ void send(char* tape, int half) const {
     if (thread != 0) return;
     ptx::bulk_store(tape + half * kStateTileBytes, tile(half), kSquareBytes);
     ptx::bulk_commit();
+  }
+  // The state to `tape`, behind stage_state or in its own time.
+  __device__ __forceinline__ void send_state(char* tape, const uint32_t (&a)[kHeadDim / 16][4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (!kStateInTiles) {
+        claim();
+        stage(a, half);
+        ptx::fence_proxy_async();
+        meet();
+      }
+      send(tape, half);
+    }
   }
 
   // A sum [64 values][64 tokens] to a tile [token][value].
@@ -212,27 +245,6 @@ struct Walker {
     }
   }
 };
-
-// bf16 of a state, as register operands, to `tape`. Its own meeting is the only one of a walk with a tile for each.
-template <int kWalkers>
-__device__ __forceinline__ void send_state(const Walker<kWalkers>& me, char* tape,
-                                           const uint32_t (&a)[kHeadDim / 16][4]) {
-  if constexpr (Walker<kWalkers>::kTiles > 1) {
-    me.stage(a, 0);
-    me.stage(a, 1);
-    me.meet();
-    me.send(tape, 0);
-    me.send(tape, 1);
-  } else {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      me.claim();
-      me.stage(a, half);
-      me.meet();
-      me.send(tape, half);
-    }
-  }
-}
 
 // Where the state of a chunk and head is kept from value `column` on: in tiles, as shared memory has them (chunk.cuh).
 __device__ __forceinline__ char* tape_of(void* states, int64_t chunk, int heads, int head, int column) {
