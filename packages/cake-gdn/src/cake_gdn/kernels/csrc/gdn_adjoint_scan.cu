@@ -33,7 +33,6 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     uint32_t after[kHeadDim / 16][4];  // bf16(dS'^T)
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) to_operand(dS, step, after[step]);
-    if constexpr (Walker<kWalkers>::kStateInTiles) me.stage_state(after);
     ptx::mbarrier_wait(&shared.full[at_stage], visit / kStages % 2);
     const float gamma = s.gamma;
 #pragma unroll
@@ -42,11 +41,11 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     const Operand<Along::kColumns> dO(stage.x[warpgroup], kSquareBytes);
     float dU[kChunk / 2];
     ptx::wgmma_fence();
-    me.times_state(dU, after, Operand<Along::kRows>(stage.k, kSquareBytes));
+    multiply<kHeadDim / 16>(dU, after, stage.template k<Along::kRows>(), false);
     ptx::wgmma_commit();
-    multiply<kChunk / 16>(dS, dO, Operand<Along::kColumns>(stage.q, kSquareBytes), true);
+    multiply<kChunk / 16>(dS, dO, stage.template q<Along::kColumns>(), true);
     ptx::wgmma_commit();
-    me.send_state(tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column), after);
+    me.send_state(after, tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column));
     ptx::wgmma_wait<1>();
     ptx::settle(dU);
     scale_columns(dU, s.k_out, me.lane);
@@ -82,7 +81,7 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
       }
     }
     ptx::wgmma_fence();
-    multiply<kChunk / 16>(dS, a, Operand<Along::kColumns>(stage.k, kSquareBytes), true);
+    multiply<kChunk / 16>(dS, a, stage.template k<Along::kColumns>(), true);
     ptx::wgmma_commit();
     me.claim();
     me.stage_transposed(dU, 3);

@@ -30,27 +30,36 @@ __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>
     uint32_t before[kHeadDim / 16][4];  // bf16(S^T)
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) to_operand(S, step, before[step]);
-    if constexpr (Walker<kWalkers>::kStateInTiles) me.stage_state(before);
     ptx::mbarrier_wait(&shared.full[at_stage], chunk / kStages % 2);
     const float gamma = s.gamma;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) S[i] = __fmul_rn(S[i], gamma);  // while no product is on its way
-    const Operand<Along::kRows> k(stage.k, kSquareBytes), q(stage.q, kSquareBytes);
-    float e[kChunk / 2], o[kChunk / 2];
+    float e[kChunk / 2], o[kChunk / 2];                                    // K S, Q S
+    const auto send = [&] {
+      if constexpr (kTapes) {
+        me.send_state(before, tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column));
+      }
+    };
     ptx::wgmma_fence();
-    me.times_state(e, before, k);
-    ptx::wgmma_commit();
-    if constexpr (kOutput) {
-      me.times_state(o, before, q);
+    if constexpr (kOutput && kWalkers == 1) {
+      // Both by the same instructions: a warpgroup alone waits for the issue of those of half the columns as long.
+      float both[kChunk];
+      multiply<kHeadDim / 16>(both, before, stage.template k<Along::kRows>(), false);
       ptx::wgmma_commit();
+      send();
+      ptx::wgmma_wait<0>();
+      ptx::settle(both);
+#pragma unroll
+      for (int i = 0; i < kChunk / 2; ++i) e[i] = both[i], o[i] = both[kChunk / 2 + i];
+    } else {
+      multiply<kHeadDim / 16>(e, before, stage.template k<Along::kRows>(), false);
+      if constexpr (kOutput) multiply<kHeadDim / 16>(o, before, stage.template q<Along::kRows>(), false);
+      ptx::wgmma_commit();
+      send();
+      ptx::wgmma_wait<0>();
+      ptx::settle(e);
+      if constexpr (kOutput) ptx::settle(o);
     }
-    if constexpr (kTapes) {
-      me.send_state(tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column), before);
-    }
-    // Two walking warpgroups fill each other's pauses and have fewer registers: they let go of `before` here.
-    ptx::wgmma_wait<kOutput && kWalkers == 1 ? 1 : 0>();
-    ptx::settle(e);
-    if constexpr (kOutput && kWalkers == 2) ptx::settle(o);
     scale_columns(e, s.k_in, me.lane);
 #pragma unroll
     for (int i = 0; i < kChunk / 8; i += 2) {  // e = R = V - c o (K^ S)
@@ -73,15 +82,12 @@ __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::settle(e);
-    if constexpr (kOutput) {
-      if constexpr (kWalkers == 1) ptx::settle(o);
-      scale_columns(o, s.q_in, me.lane);
-    }
+    if constexpr (kOutput) scale_columns(o, s.q_in, me.lane);
 
     uint32_t moved[kChunk / 16][4];
     scaled_operands(e, s.b, s.k_out, me.lane, a, moved);  // U, rho r_k o U
     ptx::wgmma_fence();
-    multiply<kChunk / 16>(S, moved, Operand<Along::kColumns>(stage.k, kSquareBytes), true);
+    multiply<kChunk / 16>(S, moved, stage.template k<Along::kColumns>(), true);
     ptx::wgmma_commit();
     if constexpr (kOutput) {
       multiply<kChunk / 16>(o, a, Operand<Along::kRows>(stage.p, kSquareBytes), true);

@@ -9,7 +9,7 @@
 // added to another one: the bits of a column do not depend on how many a CTA has.
 //
 //   shared memory, bytes; w walking warpgroups
-//   3 * (16384 + 16384 + 8192 w + 8192 + 8192)   stages: K, Q, V or dO, Z (then Z . D), P
+//   3 * (32768 + 8192 w + 8192 + 8192)           stages: K and Q, V or dO, Z (then Z . D), P
 //   8192 w * (w = 1: 4, w = 2: 1)                staging of what leaves, 64 x 64 BF16
 //   3 * 1796, 6 * 8                              scalars, barriers
 #pragma once
@@ -32,7 +32,18 @@ inline constexpr int64_t kState = static_cast<int64_t>(kHeadDim) * kHeadDim;  //
 
 template <int kWalkers>
 struct Stage {
-  char k[kRowsBytes], q[kRowsBytes], x[kWalkers][kSquareBytes], z[kSquareBytes], p[kSquareBytes];
+  static constexpr int kApart = 2 * kSquareBytes;  // from the first 64 columns of K or Q to the others
+  char kq[2][2][kSquareBytes];                     // [columns 64 and on][K, Q]: K's tokens, as an operand, go on to Q's
+  char x[kWalkers][kSquareBytes], z[kSquareBytes], p[kSquareBytes];
+
+  template <Along kAlong>
+  __device__ __forceinline__ Operand<kAlong> k() const {
+    return Operand<kAlong>(kq[0][0], kApart);
+  }
+  template <Along kAlong>
+  __device__ __forceinline__ Operand<kAlong> q() const {
+    return Operand<kAlong>(kq[0][1], kApart);
+  }
 };
 
 // Staging tiles of a walking warpgroup: two for the state before a chunk, one each for the rows of a chunk that leave.
@@ -79,12 +90,12 @@ __device__ __forceinline__ Walk walk_of_cta(const ScanOperands& p) {
   return walk;
 }
 
-// Q' = scale c r_q o Q in place of a chunk's Q, by a warpgroup.
+// A tile of Q' = scale c r_q o Q in place of Q, by a warpgroup.
 __device__ __forceinline__ void scale_rows(char* q, const float (&by)[kChunk], int thread) {
 #pragma unroll
-  for (int i = 0; i < kRowsBytes / 16 / kWarpgroup; ++i) {
+  for (int i = 0; i < kSquareBytes / 16 / kWarpgroup; ++i) {
     const int at = i * kWarpgroup + thread;  // 16 bytes, of one row whatever the swizzle
-    const float factor = by[at / 8 % kChunk];
+    const float factor = by[at / 8];
     float x[kVec];
     widen(reinterpret_cast<const uint4*>(q)[at], x);
 #pragma unroll
@@ -104,8 +115,8 @@ __device__ __forceinline__ void prepare(const ScanOperands& p, Shared<kWalkers>&
       Stage<kWalkers>& stage = shared.stages[visit % kStages];
       const int chunk = walk.chunk<kBackwards>(visit), rows = walk.rows(chunk);
       const int64_t t = walk.token(chunk);
-      copy_rows<16>(stage.k, row_of(p.k, t, key_head), p.k.token_bytes, rows, thread);
-      copy_rows<16>(stage.q, row_of(p.q, t, key_head), p.q.token_bytes, rows, thread);
+      copy_rows<16, Stage<kWalkers>::kApart>(stage.kq[0][0], row_of(p.k, t, key_head), p.k.token_bytes, rows, thread);
+      copy_rows<16, Stage<kWalkers>::kApart>(stage.kq[0][1], row_of(p.q, t, key_head), p.q.token_bytes, rows, thread);
       copy_rows<8 * kWalkers>(stage.x[0], row_of(p.x, t, walk.head) + 2 * walk.column, p.x.token_bytes, rows, thread);
       copy_rows<8>(stage.z, static_cast<const char*>(p.z) + t * z_token + walk.head * kTileRowBytes, z_token, rows,
                    thread);
@@ -129,10 +140,11 @@ __device__ __forceinline__ void prepare(const ScanOperands& p, Shared<kWalkers>&
     ptx::cp_async_wait<1>();
     ptx::fence_proxy_async();
     ptx::bar_sync(kPrepareBarrier, kWarpgroup);
-    make_squares(stage.q, stage.k, stage.z, stage.p, shared.scalars[at], thread);
+    make_squares(stage.template q<Along::kRows>(), stage.template k<Along::kRows>(), stage.z, stage.p,
+                 shared.scalars[at], thread);
     if constexpr (kBackwards) {
       ptx::bar_sync(kPrepareBarrier, kWarpgroup);  // no product reads Q any more
-      scale_rows(stage.q, shared.scalars[at].q_in, thread);
+      for (auto& of : stage.kq) scale_rows(of[1], shared.scalars[at].q_in, thread);
     }
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive(&shared.full[at]);
@@ -160,10 +172,6 @@ struct Walker {
         barrier(kWalkBarrier + warpgroup),
         tiles(shared.staging[warpgroup][0]) {}
 
-  // Whether products read the state from its tiles: issuing one whose operand is in registers takes a warpgroup as long
-  // as the product itself. Two walking warpgroups fill each other's pauses, and have no room for the tiles.
-  static constexpr bool kStateInTiles = kTiles > 1;
-
   __device__ __forceinline__ char* tile(int number) const { return tiles + number % kTiles * kSquareBytes; }
   __device__ __forceinline__ void meet() const { ptx::bar_sync(barrier, kWarpgroup); }
 
@@ -188,39 +196,28 @@ struct Walker {
                        a[4 * half + step]);
     }
   }
-  // A whole state to its tiles; the threads have met.
-  __device__ __forceinline__ void stage_state(const uint32_t (&a)[kHeadDim / 16][4]) const {
-    stage(a, 0);
-    stage(a, 1);
-    ptx::fence_proxy_async();
-    meet();
-  }
-  // The state, and its product with an operand [n][128 keys] in tiles.
-  template <int N>
-  __device__ __forceinline__ void times_state(float (&sum)[N], const uint32_t (&a)[kHeadDim / 16][4],
-                                              const Operand<Along::kRows>& by) const {
-    if constexpr (kStateInTiles) {
-      multiply<kHeadDim / 16>(sum, Operand<Along::kRows>(tile(0), kSquareBytes), by, false);
-    } else {
-      multiply<kHeadDim / 16>(sum, a, by, false);
-    }
-  }
   __device__ __forceinline__ void send(char* tape, int half) const {
     if (thread != 0) return;
     ptx::bulk_store(tape + half * kStateTileBytes, tile(half), kSquareBytes);
     ptx::bulk_commit();
   }
-  // The state to `tape`, behind stage_state or in its own time.
-  __device__ __forceinline__ void send_state(char* tape, const uint32_t (&a)[kHeadDim / 16][4]) const {
+  __device__ __forceinline__ void send_state(const uint32_t (&a)[kHeadDim / 16][4], char* tape) const {
+    if constexpr (kTiles > 1) {
+      stage(a, 0);
+      stage(a, 1);
+      ptx::fence_proxy_async();
+      meet();
+      send(tape, 0);
+      send(tape, 1);
+    } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if constexpr (!kStateInTiles) {
+      for (int half = 0; half < 2; ++half) {
         claim();
         stage(a, half);
         ptx::fence_proxy_async();
         meet();
+        send(tape, half);
       }
-      send(tape, half);
     }
   }
 
@@ -331,7 +328,7 @@ __device__ __forceinline__ void run_scan(const ScanOperands& p, Shared<kWalkers>
     prepare<kWalkers, kBackwards>(p, shared, walk);
   } else {
     if constexpr (kWalkers == 2) ptx::setmaxnreg_inc<kWalkRegisters>();
-    body(warpgroup - 1);
+    body(kWalkers == 1 ? 0 : warpgroup - 1);  // a constant leaves addresses of tiles to uniform registers
   }
 }
 
