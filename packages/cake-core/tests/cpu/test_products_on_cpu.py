@@ -52,9 +52,9 @@ def run(
     return out
 
 
-def reference(a: Tensor, b: Tensor, times: int = 1) -> Tensor:
-    """Exact within a k-step of 16, then rounded to FP32."""
-    left, right = (x.double().unflatten(1, (-1, 16)).transpose(0, 1) for x in (a, b))
+def reference(a: Tensor, b: Tensor, times: int = 1, k: int = 16) -> Tensor:
+    """Exact within a step of ``k``, then rounded to FP32."""
+    left, right = (x.double().unflatten(1, (-1, k)).transpose(0, 1) for x in (a, b))
     total = torch.zeros(a.shape[0], b.shape[0])
     for step in (left @ right.mT).repeat(times, 1, 1):
         total = (total.double() + step).float()
@@ -69,9 +69,9 @@ def outcome(
     program: Program, kernel: str, fault: str, seed: int, *, b_columns: bool = False, registers: bool = False
 ) -> str:
     """The launch's error, "wrong" or "right"."""
-    shapes = {"Product": (64, 128, SUM), "Pipeline": (64, 64, SUM), "Warp": (16, 16, SUM)}
+    shapes = {"Product": (64, 128, SUM), "Pipeline": (64, 64, SUM), "Warp": (16, 16, SUM), "Tf32": (16, 16, SUM)}
     a, b = operands(*shapes.get(kernel, (64, 64, 64 * TURNS)))
-    want = reference(a, b)
+    want = reference(a, b, k=8 if kernel == "Tf32" else 16)
     if kernel == "Pipeline":
         want += reference(a[:, SUM // 2 :], b[:, SUM // 2 :])
     try:
@@ -116,6 +116,11 @@ def test_a_warpgroup_hands_tiles_to_another(program: Program, kernel: str) -> No
 @pytest.mark.parametrize("b_columns", [False, True])
 def test_products_of_a_warp(program: Program, b_columns: bool) -> None:
     assert {outcome(program, "Warp", "None", seed, b_columns=b_columns) for seed in SEEDS} == {"right"}
+
+
+def test_tf32_products_of_a_warp(program: Program) -> None:
+    assert {outcome(program, "Tf32", "None", seed) for seed in SEEDS} == {"right"}
+    assert NEVER in outcome(program, "Tf32", "LaneMissing", 0)
 
 
 SOMETIMES = ("CountOfBoth", "TakesEarly", "ParityOfFull")  # some orders of the lanes hide them

@@ -168,6 +168,30 @@ def test_the_first_token_of_a_document_has_no_gate_gradient(kernels: Kernels) ->
     assert got["dg"][[1, 72]].ne(0.0).all()
 
 
+@pytest.mark.parametrize("beta", [None, 0.0, 1.0, 2.0], ids=["random", "0", "1", "2"])
+@pytest.mark.parametrize("signs", [None, (1.0, 1.0), (1.0, -1.0)], ids=["random", "alike", "alternating"])
+def test_z_is_that_of_fp64_but_for_its_last_rounding(
+    kernels: Kernels, signs: tuple[float, float] | None, beta: float | None
+) -> None:
+    """Keys that hardly differ: 64 rows follow from each other. FP32 sums take 1e-6, of |Z| <= 1, row by row as well;
+    of b = 2, with which nothing decays, what N has lost in FP32 comes back as 1e-5."""
+    step = steps.make_step((CHUNK,), (1, 3), norm=True)
+    if signs is not None:
+        step.k[:] = 0.05 * step.k + step.k[:, :1] * torch.tensor(signs).repeat(CHUNK // 2)[None, :, None, None]
+    if beta is not None:
+        step.beta[:] = beta
+    x = operands(step)
+    z, _, r_k = kernels.prep(x.q, x.k, x.beta, chunk_table(x.cu))
+    assert r_k is not None
+    keys = x.k[:, 0].double() * r_k.double()
+    N, b = (keys @ keys.mT).tril(-1), x.beta.T.double()
+    want = -torch.linalg.solve(torch.eye(CHUNK, dtype=N.dtype) + N * b[:, None, :], N)
+    got = z.transpose(0, 1).double()
+    half = torch.exp2(want.abs().clamp_min(1e-30).log2().floor() - 8)
+    assert float(((got - want).abs() - half).max()) <= (2e-5 if beta == 2.0 else 1e-6)
+    assert not got.triu().any()
+
+
 # --- bits -------------------------------------------------------------------------------------------------------
 
 

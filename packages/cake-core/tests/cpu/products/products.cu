@@ -248,6 +248,25 @@ __global__ __launch_bounds__(32) void warp_product(const __grid_constant__ Produ
   }
 }
 
+// The same in TF32, of which a BF16 number is one; what else is in the registers does not count.
+__global__ __launch_bounds__(32) void tf32_product(const __grid_constant__ Products p) {
+  const int lane = threadIdx.x, row = lane / 4, column = lane % 4;
+  const auto wide = [&](const uint16_t* x, int at) { return static_cast<uint32_t>(x[at]) << 16 | 0x1fff; };
+  float d[2][4] = {};
+  for (int k = column; k < kSum; k += 8) {
+    uint32_t a[4];
+    for (int j = 0; j < 4; ++j) a[j] = wide(p.a, (row + 8 * (j % 2)) * kSum + k + 4 * (j / 2));
+    if (p.fault == kLaneMissing && lane == 11) break;
+    for (int half = 0; half < 2; ++half) {
+      const int from = (row + 8 * half) * kSum + k;
+      ptx::mma_m16n8k8_tf32(d[half], a, {wide(p.b, from), wide(p.b, from + 4)});
+    }
+  }
+  for (int i = 0; i < 8; ++i) {
+    p.out[(row + i / 2 % 2 * 8) * 16 + i / 4 * 8 + column * 2 + i % 2] = d[i / 4][i % 4];
+  }
+}
+
 template <int kN, Along kA, Along kB, bool kRegisters, int kTimes>
 void launch_product(int warpgroups, const Products& p, cudaStream_t stream) {
   const int tiles = (kN + (kRegisters ? 0 : warpgroups) * kRows) * kSum * 2;
@@ -280,6 +299,7 @@ void launch_products(Program program, const Variant& v, int warpgroups, const Pr
   if (program == kMbarrierRelay) (void)launch(mbarrier_relay, {1, 256, kRelayBytes}, stream, p);
   if (program == kWarp)
     (void)launch(v.b_columns ? warp_product<true> : warp_product<false>, {1, 32, kWarpBytes}, stream, p);
+  if (program == kTf32) (void)launch(tf32_product, {1, 32}, stream, p);
   if (program > kTwice) return;
   v.n == 64 ? launch_product<64>(v, program == kTwice, warpgroups, p, stream)
             : launch_product<128>(v, program == kTwice, warpgroups, p, stream);

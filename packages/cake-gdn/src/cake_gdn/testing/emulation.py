@@ -65,7 +65,7 @@ def solve_z(N: Tensor, b: Tensor) -> Tensor:
     """Z = -(I + N diag(b))^{-1} N by blocks 16 -> 32 -> 64, as the kernel does.
 
     Diagonal blocks by forward substitution Z_i = -N_i - sum_{l<i} N_il b_l Z_l; then
-    Z21 = -(I + Z22 diag(b2)) N21 (I + diag(b1) Z11).
+    Z21 = -(I + Z22 diag(b2)) N21 (I + diag(b1) Z11), from the left.
     """
     Z = torch.zeros_like(N)
     for first in range(0, N.shape[-1], 16):
@@ -77,8 +77,8 @@ def solve_z(N: Tensor, b: Tensor) -> Tensor:
     while half < N.shape[-1]:
         for first in range(0, N.shape[-1], 2 * half):
             one, two = slice(first, first + half), slice(first + half, first + 2 * half)
-            right = N[..., two, one] + (N[..., two, one] * b[..., None, one]) @ Z[..., one, one]
-            Z[..., two, one] = -right - (Z[..., two, two] * b[..., None, two]) @ right
+            left = N[..., two, one] + (Z[..., two, two] * b[..., None, two]) @ N[..., two, one]
+            Z[..., two, one] = -left - (left * b[..., None, one]) @ Z[..., one, one]
         half *= 2
     return Z
 

@@ -164,6 +164,16 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32: d += a b, a warp's 16 x 8 product over 8. Operands are the bits
+// of FP32 numbers, whose last 13 do not count. Lane l holds rows l / 4 (+ 8 for a[1], a[3]) and columns l % 4 (+ 4 for
+// a[2], a[3]) of a; row l % 4 (+ 4 for b[1]) and column l / 4 of b; d as above.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // @p st.global.v2 / v4: stores where `wanted` is true, without a branch, so that the code around it stays one block
 // that the scheduler may mix. `address` is global, a multiple of the size.
 __device__ __forceinline__ void store_if(uint2* address, uint2 v, bool wanted) {

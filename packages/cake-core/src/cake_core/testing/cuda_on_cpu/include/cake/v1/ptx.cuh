@@ -141,6 +141,24 @@ inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint3
   for (int i = 0; i < 4; ++i) d[i] = static_cast<float>(d[i] + sums[i]);
 }
 
+// The same of TF32, whose products are exact too.
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const auto all = cuda_on_cpu::give("mma.tf32", Fragments{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+  const auto number = [](uint32_t bits) -> double { return __uint_as_float(bits & 0xffffe000u); };
+  const int lane = cuda_on_cpu::cta->current % 32;
+  double sums[4] = {};
+  for (int quad = 0; quad < 4; ++quad) {  // of lanes, which hold columns quad and quad + 4
+    const Fragments left = all(lane / 4 * 4 + quad);
+    for (int column = 0; column < 2; ++column) {
+      const Fragments right = all((lane % 4 * 2 + column) * 4 + quad);
+      for (int row = 0; row < 2; ++row) {
+        for (int k = 0; k < 2; ++k) sums[2 * row + column] += number(left.a[row + 2 * k]) * number(right.b[k]);
+      }
+    }
+  }
+  for (int i = 0; i < 4; ++i) d[i] = static_cast<float>(d[i] + sums[i]);
+}
+
 template <int kRegisters>
 void setmaxnreg_inc() {}
 template <int kRegisters>
