@@ -96,7 +96,8 @@ def chunk_gated_delta_rule(
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1] int32 or int64 on q's device, from 0, non-decreasing, at most T, with B = 1; rows from the
             last one on are padding: o and all gradients are 0 there. None: B documents of T tokens.
-        cu_seqlens_cpu: the same offsets in host memory, a CPU tensor, list or tuple; with or without ``cu_seqlens``.
+        cu_seqlens_cpu: the same offsets in host memory, a CPU tensor, list or tuple; with or without ``cu_seqlens``. A
+            graph is captured with offsets that a call had before; their tables then stay as long as the process.
         cp_context: a ``KcpContext``, or an object with FLA's context attributes: q to beta are this rank's rows, its
             documents those of the context. Then there is neither an initial nor a final state.
         use_gate_in_kernel: g is -exp(A_log) softplus(g + dt_bias), computed in FP32 before the op.
@@ -358,7 +359,8 @@ def gated_delta_rule_reference(
 
 
 def release() -> int:
-    """Forget the tables of chunks, on the host and on devices; those, some kilobytes, are not counted: 0."""
+    """Forget the tables of chunks, on the host and on devices; those, some kilobytes, are not counted: 0. The tables
+    that a captured graph reads stay."""
     plans.tables.cache_clear()
     backends.sm90.release()
     return 0
