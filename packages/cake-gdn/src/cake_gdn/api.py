@@ -28,7 +28,7 @@ from ._checks import (
 )
 from .autograd import apply
 from .backends.operands import NO_TAPES, Options
-from .gates import activate, check_gates
+from .gates import activate, autocast, check_gates
 from .op import RECOMPUTE_STATE
 from .packed import packed_qkv_views
 from .saved import GdnGrads, GdnSaved
@@ -82,7 +82,8 @@ def chunk_gated_delta_rule(
     error. Nothing crosses a document's boundary.
 
     Args:
-        q, k: [B, T, H, 128]. CPU: BF16, FP16, FP32 or FP64, any strides.
+        q, k: [B, T, H, 128]. CPU: BF16, FP16, FP32 or FP64, any strides. CUDA: BF16; FP32 under ``torch.autocast`` to
+            BF16, which casts q, k and v.
         v: [B, T, HV, 128] in q's dtype, HV a multiple of H.
         g: [B, T, HV], natural logarithm of the decay, expected <= 0 (not checked; below -100 it resets the state); any
             floating dtype.
@@ -154,6 +155,7 @@ def chunk_gated_delta_rule(
     activations = use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias
     check_gates(entry, *activations)
     crossing = _crossing(entry, cp_context, initial_state, output_final_state)
+    q, k, v = autocast(q, k, v)
     given = {name: t for name, t in (("A_log", A_log), ("dt_bias", dt_bias)) if t is not None}
     offsets = cu_seqlens, cu_seqlens_cpu
     traced = torch.compiler.is_compiling()
