@@ -1,26 +1,35 @@
-"""What ``testing.sanitizer`` runs, with a stand-in for compute-sanitizer."""
+"""What ``testing.sanitizer`` runs, with a stand-in for compute-sanitizer, and what it makes of its reports."""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
-from cake_core.testing.sanitizer import TOOLS, sanitized
+from cake_core.testing import sanitizer
+from cake_core.testing.sanitizer import TOOLS, findings, sanitized, sanitized_runs
 
 _STAND_IN = """#!/bin/sh
 echo "$@"
 echo "caching off: $PYTORCH_NO_CUDA_MEMORY_CACHING" >&2
 for last; do :; done
-case $last in *fault*) exit 9 ;; esac
+case $last in *fault*) exit 9 ;; *hang*) sleep 60 & wait ;; esac
+echo $last >>"$0.ran"
 """
 
 
-def test_every_tool_runs_the_script_and_its_planted_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(_STAND_IN)
-    tool.chmod(0o755)
+@pytest.fixture(autouse=True)
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(_STAND_IN)
+    path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    return path
+
+
+def test_every_tool_runs_the_script_and_its_planted_faults() -> None:
     with sanitized("print(1)", "conv1d", {"memcheck": "fault()"}) as runs:
         done = {name: run.result() for name, run in runs.items()}
     assert set(done) == {*TOOLS, "planted memcheck"}
@@ -28,4 +37,91 @@ def test_every_tool_runs_the_script_and_its_planted_faults(tmp_path: Path, monke
     for name, run in done.items():
         assert f"--tool {name.removeprefix('planted ')} --error-exitcode 9" in run.stdout
         assert ("--kernel-name kns=conv1d" in run.stdout) is (name != "initcheck")
+        assert ("--padding 1024" in run.stdout) is ("memcheck" in name)
         assert "caching off: 1" in run.stdout
+
+
+@pytest.mark.parametrize("worker", [False, True], ids=["one process", "one of several"])
+def test_a_run_starts_ahead_or_when_it_is_asked_for(tool: Path, worker: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if worker:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    scripts = {name: ("racecheck", name) for name in ("first", "second", "third")}
+    ran = tool.with_name("compute-sanitizer.ran")
+    with sanitized_runs(scripts, "gdn", ahead=["first"], options={"racecheck": ("--num-cuda-barriers", "8")}) as runs:
+        end = time.monotonic() + 10
+        while not worker and not ran.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert ran.exists() is not worker
+        assert "--num-cuda-barriers 8" in runs["second"].result().stdout
+        assert "--racecheck-report hazard" in runs.again("second", "--racecheck-report", "hazard").stdout
+    assert sorted(ran.read_text().split()) == sorted([*([] if worker else ["first"]), "second", "second"])
+
+
+def test_a_run_that_hangs_ends_with_what_it_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitizer, "LIMIT", 0.5)
+    with sanitized_runs({"it": ("memcheck", "hang()")}, "gdn") as runs:
+        done = runs["it"].result(timeout=20)
+    assert done.returncode == 124
+    assert "--tool memcheck" in done.stdout
+
+
+def test_runs_that_nobody_waits_for_end_with_the_context() -> None:
+    begin = time.monotonic()
+    with sanitized_runs({str(n): ("memcheck", "hang()") for n in range(8)}, "gdn"):
+        pass
+    assert time.monotonic() - begin < 20
+
+
+_PRINTED = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 16 bytes
+=========     at void cake::gdn::gdn_prep(Prep)+0x170
+=========     by thread (127,0,0) in block (0,0,0)
+=========     Access to 0x7f3c0a204020 is out of bounds
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: cuLaunchKernel [0x1234567]
+=========
+========= Invalid __global__ read of size 16 bytes
+=========     at void cake::gdn::gdn_prep(Prep)+0x170
+=========     by thread (126,0,0) in block (3,0,0)
+=========     Access to 0x7f3c0a204010 is out of bounds
+=========
+========= Error: Race reported between Write access at void cake::gdn::gdn_tail(Tail)+0x5a40
+=========     and Read access at void cake::gdn::gdn_tail(Tail)+0x6b10 [128 hazards]
+=========
+Traceback (most recent call last):
+RuntimeError: CUDA error
+========= Potential WAR hazard detected at __shared__ 0x1c8 in block (0,0,0) :
+=========     Read Thread (0,0,0) at void cake::gdn::gdn_tail(Tail)+0x5a40
+=========     Write Thread (31,0,0) at void cake::gdn::gdn_tail(Tail)+0x6b10
+=========     Current Value : 1, Incoming Value : 2
+=========
+========= ERROR SUMMARY: 3 errors
+"""
+
+
+def test_findings_show_what_differs_once_and_what_the_program_printed() -> None:
+    lines = findings(_PRINTED).splitlines()
+    assert lines[:2] == [
+        "2 x  Invalid __global__ read of size 16 bytes",
+        "          at void cake::gdn::gdn_prep(Prep)+0x170",
+    ]
+    assert "1 x  Error: Race reported between Write access at void cake::gdn::gdn_tail(Tail)+0x5a40" in lines
+    assert "1 x  Potential WAR hazard detected at __shared__ 0x1c8 in block (0,0,0) :" in lines
+    assert lines[-4:] == [
+        "1 x  ERROR SUMMARY: 3 errors",
+        "printed:",
+        "Traceback (most recent call last):",
+        "RuntimeError: CUDA error",
+    ]
+    assert not any("Host" in line or "host" in line for line in lines)
+
+
+def test_findings_are_few_and_keep_the_summary() -> None:
+    many = "".join(f"========= Race at kernel+{n:#x}\n=========\n" for n in range(100))
+    lines = findings(f"{many}========= RACECHECK SUMMARY: 100 hazards\n", most=3).splitlines()
+    assert lines == [
+        *(f"1 x  Race at kernel+{n:#x}" for n in range(3)),
+        "1 x  RACECHECK SUMMARY: 100 hazards",
+        "printed:",
+    ]
+    assert findings("") == "printed:"

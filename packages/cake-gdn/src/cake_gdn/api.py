@@ -28,7 +28,7 @@ from ._checks import (
 )
 from .autograd import apply
 from .backends.operands import NO_TAPES, Options
-from .gates import activate, check_gates
+from .gates import activate, autocast, check_gates
 from .op import RECOMPUTE_STATE
 from .packed import packed_qkv_views
 from .saved import GdnGrads, GdnSaved
@@ -82,7 +82,8 @@ def chunk_gated_delta_rule(
     error. Nothing crosses a document's boundary.
 
     Args:
-        q, k: [B, T, H, 128]. CPU: BF16, FP16, FP32 or FP64, any strides.
+        q, k: [B, T, H, 128]. CPU: BF16, FP16, FP32 or FP64, any strides. CUDA: BF16; FP32 under ``torch.autocast`` to
+            BF16, which casts q, k and v.
         v: [B, T, HV, 128] in q's dtype, HV a multiple of H.
         g: [B, T, HV], natural logarithm of the decay, expected <= 0 (not checked; below -100 it resets the state); any
             floating dtype.
@@ -96,7 +97,8 @@ def chunk_gated_delta_rule(
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1] int32 or int64 on q's device, from 0, non-decreasing, at most T, with B = 1; rows from the
             last one on are padding: o and all gradients are 0 there. None: B documents of T tokens.
-        cu_seqlens_cpu: the same offsets in host memory, a CPU tensor, list or tuple; with or without ``cu_seqlens``.
+        cu_seqlens_cpu: the same offsets in host memory, a CPU tensor, list or tuple; with or without ``cu_seqlens``. A
+            graph is captured with offsets that a call had before; their tables then stay as long as the process.
         cp_context: a ``KcpContext``, or an object with FLA's context attributes: q to beta are this rank's rows, its
             documents those of the context. Then there is neither an initial nor a final state.
         use_gate_in_kernel: g is -exp(A_log) softplus(g + dt_bias), computed in FP32 before the op.
@@ -153,6 +155,7 @@ def chunk_gated_delta_rule(
     activations = use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias
     check_gates(entry, *activations)
     crossing = _crossing(entry, cp_context, initial_state, output_final_state)
+    q, k, v = autocast(q, k, v)
     given = {name: t for name, t in (("A_log", A_log), ("dt_bias", dt_bias)) if t is not None}
     offsets = cu_seqlens, cu_seqlens_cpu
     traced = torch.compiler.is_compiling()
@@ -358,7 +361,8 @@ def gated_delta_rule_reference(
 
 
 def release() -> int:
-    """Forget the tables of chunks, on the host and on devices; those, some kilobytes, are not counted: 0."""
+    """Forget the tables of chunks, on the host and on devices; those, some kilobytes, are not counted: 0. The tables
+    that a captured graph reads stay."""
     plans.tables.cache_clear()
     backends.sm90.release()
     return 0

@@ -1,4 +1,5 @@
-"""Activations in front of the op, as differentiable operations: the decay and beta from their raw projections."""
+"""What stands in front of the op, as differentiable operations: the decay and beta from their raw projections, and the
+casts that autocast asks for."""
 
 from __future__ import annotations
 
@@ -6,11 +7,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cake_core.device import device_of
 from cake_core.errors import message
 from cake_core.operands import compute_dtype
 from torch import Tensor
 
-__all__ = ["activate", "check_gates"]
+__all__ = ["activate", "autocast", "check_gates"]
+
+
+def autocast(*rows: Any) -> tuple[Any, ...]:
+    """FP32 rows on CUDA in BF16 where an active autocast to BF16 asks for it, everything else as it is."""
+    if not torch.is_autocast_enabled("cuda") or torch.get_autocast_dtype("cuda") != torch.bfloat16:
+        return rows
+    return tuple([x.to(torch.bfloat16) if _is_wide(x) else x for x in rows])
+
+
+def _is_wide(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float32 and device_of(x)[0] == "cuda"
 
 
 def check_gates(

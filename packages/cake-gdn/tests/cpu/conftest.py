@@ -31,3 +31,14 @@ def _one_thread_and_unconfigured() -> Iterator[None]:
     yield
     config.configure()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cuda_autocast() -> Iterator[None]:
+    """Autocast to BF16 on CUDA. ``torch.autocast`` sets it too, but not on a machine without a device."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    yield
+    torch.set_autocast_enabled("cuda", before[0])
+    torch.set_autocast_dtype("cuda", before[1])

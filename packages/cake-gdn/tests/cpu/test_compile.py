@@ -70,6 +70,20 @@ def test_fake_tensors_have_shapes_and_types() -> None:
     assert [t.dtype for t in grads if t is not None] == [BF16] * 3 + [F32] * 2
 
 
+@pytest.mark.usefixtures("cuda_autocast")
+def test_autocast_casts_fake_tensors_on_cuda_and_breaks_no_graph() -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 50, 1, 128, device="cuda") for _ in range(3))
+        g, beta = (torch.empty(1, 50, 1, device="cuda") for _ in range(2))
+        o, _ = chunk_gated_delta_rule(q, k, v, g, beta)
+        assert (o.dtype, o.device.type) == (BF16, "cuda")
+    given = [t.float() for t in operands(70)]
+    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    got, want = compiled(*given)[0], chunk_gated_delta_rule(*given)[0]
+    assert want.dtype == F32
+    assert_same_bits(got, want, "on the CPU")
+
+
 TRACED: dict[str, Callable[..., Any]] = {
     "forward": lambda *t: chunk_gated_delta_rule_fwd(*t[:5], cu_seqlens=t[5], save="none")[0],
     "no-offsets": lambda *t: chunk_gated_delta_rule_fwd(*t[:5], save="none")[0],

@@ -15,8 +15,15 @@ from cake_core.kcp.upload import Upload
 from cake_core.testing.cuda_on_cpu.emulation import Program, compile_program
 from cake_core.testing.fake_cuda import FakeCuda
 from cake_core.testing.gates import assert_same_bits, poisoned_empty
-from cake_core.testing.launches import recorded_launches
-from cake_gdn import api, backends, chunk_gated_delta_rule, packed_qkv_views
+from cake_core.testing.launches import Launch, recorded_launches
+from cake_gdn import (
+    api,
+    backends,
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+    packed_qkv_views,
+)
 from cake_gdn.backends import sm90
 from cake_gdn.testing.steps import Step, assert_accurate, assert_same_step, make_step
 from torch import Tensor
@@ -204,7 +211,7 @@ def test_no_tokens(launched: list[str]) -> None:
 # --- what is refused, on a fake device of compute capability 9.0 ---------------------------------------------------
 
 
-def _on(fake: FakeCuda, step: Step) -> list[Tensor]:
+def _on(fake: FakeCuda, step: Step) -> list[Any]:
     return [fake.cuda(t) for t in (step.q, step.k, step.v, step.g, step.beta)]
 
 
@@ -226,3 +233,49 @@ def test_a_hopper_device_runs_the_kernels_of_its_architecture() -> None:
     with FakeCuda(capability=(9, 0)) as fake, recorded_launches() as launches:
         chunk_gated_delta_rule(*_on(fake, make_step((70,), (1, 1))), use_qk_l2norm_in_kernel=True)
     assert [launch.library for launch in launches] == ["gdn_prep_sm_90a", "gdn_state_scan_sm_90a"]
+
+
+@pytest.mark.usefixtures("cuda_autocast")
+def test_autocast_casts_rows_of_fp32_in_the_graph(programs: dict[str, Program]) -> None:
+    """The bits of a cast by hand, gradients in FP32; operands that are BF16, and gates, are what they were."""
+
+    def emulate(launch: Launch) -> None:
+        programs[launch.library.removesuffix("_sm_90a")].run(*launch.args)
+
+    narrow = make_step((70, 5), (1, 2))
+    assert narrow.do is not None
+    wide = replace(narrow, **{name: getattr(narrow, name).float() for name in "qkv"})
+    results = []
+    with FakeCuda(capability=(9, 0)) as fake, recorded_launches(emulate) as launches:
+        for step in (narrow, wide, replace(wide, q=narrow.q)):
+            leaves = [t.requires_grad_() for t in _on(fake, step)]
+            o, _ = chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True, cu_seqlens_cpu=(0, 70, 75))
+            assert o.dtype == torch.bfloat16
+            grads = torch.autograd.grad(o, leaves, fake.cuda(narrow.do))
+            assert [grad.dtype for grad in grads] == [leaf.dtype for leaf in leaves]
+            results.append([t.detach().float() for t in (o, *grads)])
+    assert len(launches) == 3 * 4
+    for name, *values in zip(("o", "dq", "dk", "dv", "dg", "dbeta"), *results, strict=True):
+        for value in values[1:]:
+            assert_same_bits(value, values[0], name)
+
+
+@pytest.mark.usefixtures("cuda_autocast")
+def test_autocast_casts_nothing_else() -> None:
+    """Not on the CPU, not for the functional passes, not FP16 and not FP64."""
+    step = make_step((70,), (1, 1), dtype="float32")
+    assert step.differentiate()["o"].dtype == torch.float32
+    with FakeCuda(capability=(9, 0)) as fake, recorded_launches() as launches:
+        operands = _on(fake, step)
+        q, k, v, g, beta = operands
+        with pytest.raises(ValueError, match=r"q is torch.float32; needs torch.bfloat16 on CUDA"):
+            chunk_gated_delta_rule_fwd(*operands)
+        with pytest.raises(ValueError, match=r"q is torch.float32; needs torch.bfloat16 on CUDA"):
+            chunk_gated_delta_rule_bwd(q, k, v, g, beta, v)
+        for dtype in (torch.float16, torch.float64):
+            with pytest.raises(ValueError, match=rf"v is {dtype}; needs torch.bfloat16"):
+                chunk_gated_delta_rule(q, k, v.to(dtype), g, beta)
+        torch.set_autocast_dtype("cuda", torch.float16)
+        with pytest.raises(ValueError, match=r"q is torch.float32; needs torch.bfloat16 on CUDA"):
+            chunk_gated_delta_rule(*operands)
+        assert not launches

@@ -357,3 +357,30 @@ def test_a_compiled_call_has_the_bits_of_the_eager_one() -> None:
         o.backward(step.do)
         found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         assert_same_step({"o": o.detach(), **found}, step.run(), f"{tokens} tokens, compiled")
+
+
+def test_autocast_to_bf16_casts_rows_of_fp32_in_the_graph() -> None:
+    """The bits of a cast by hand and gradients in FP32, eager and compiled; BF16 operands are what they were."""
+    step = _step()
+    wide = replace(step, **{name: getattr(step, name).float() for name in ("q", "k", "v")})
+    want = step.run()
+    expected = want | {name: want[name].float() for name in ("dq", "dk", "dv")}
+    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True, backend="aot_eager", dynamic=True)
+    leaves: dict[str, Any] = wide.leaves()
+    q, k, v, g, beta, state = leaves.values()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert_same_step(wide.differentiate(), expected, "FP32 under autocast")
+        assert_same_step(step.differentiate(), want, "BF16 under autocast")
+        o, final = compiled(
+            q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+            cu_seqlens=step.cu,
+        )  # fmt: skip
+    assert final is not None
+    grads = torch.autograd.grad((o, final), tuple(leaves.values()), (step.do, step.dht))
+    found = {"o": o.detach(), "final_state": final.detach(), **dict(zip(leaves, grads, strict=True))}
+    assert_same_step(found, expected, "FP32 under autocast, compiled")
+    with (
+        torch.autocast("cuda", torch.float16),
+        pytest.raises(ValueError, match=r"q is torch.float32; needs torch.bfloat16"),
+    ):
+        wide.differentiate()

@@ -139,6 +139,30 @@ def test_a_layout_on_the_host_has_to_be_known_before_a_capture() -> None:
     assert_same_step(step.run(**given), want, "behind a capture that failed")
 
 
+def test_a_graph_keeps_the_tables_of_offsets_on_the_host() -> None:
+    """Whatever drops them elsewhere: 300 other layouts, ``release``. What other layouts leave free is overwritten with
+    zeros, tables of nothing, so that a replay which reads freed memory would compute nothing and break nothing."""
+    torch.cuda.empty_cache()  # little memory is free that the zeros would take before
+    step, given = _case("host offsets, padding")
+    tokens = sum(DOCUMENTS)
+    step.run(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step.run(**given)
+    dropped = sm90._host_tables((0, 1, tokens), 0, None, None)[1].chunks.data_ptr()
+    for n in range(300):
+        step.forward(save="none", cu_seqlens=None, cu_seqlens_cpu=(0, n + 1, tokens))
+    api.release()
+    gc.collect()
+    torch.cuda.synchronize()
+    zeros = [torch.zeros(128, dtype=torch.int32, device=DEVICE) for _ in range(20_000)]
+    assert any(0 <= dropped - block.data_ptr() < block.nbytes for block in zeros), "freed memory was not taken again"
+    for output in captured.values():
+        output.fill_(torch.nan)
+    graph.replay()
+    assert_same_step(captured, step.run(**given), "replay")
+
+
 # ---- streams
 
 

@@ -34,7 +34,8 @@ class Upload:
 
         self.tables: list[Tensor] = []
         self._event: Any = None
-        self._index, self._stream = device.index, 0
+        self._index: int | None = None  # of a CUDA device
+        self._stream = 0
         tables = list(tables)
         places: list[tuple[int, int]] = []  # begin and end, in int32 elements
         total = 0
@@ -51,6 +52,7 @@ class Upload:
         for (values, _, dtype), (begin, end) in zip(tables, places, strict=True):
             host[begin:end].view(dtype).copy_(torch.tensor(values, dtype=dtype, device="cpu"))
         if self._buffer is not host:
+            self._index = device.index
             self._buffer.copy_(host, non_blocking=True)
         if real:
             self._stream = devices.stream(device.index)
@@ -60,17 +62,22 @@ class Upload:
         for (_, shape, dtype), (begin, end) in zip(tables, places, strict=True):
             self.tables.append(self._buffer[begin:end].view(dtype).view(shape))
 
-    def wait(self) -> None:
-        """Make the device's current stream wait for the copy. The host does not wait."""
-        if self._event is None:
-            return
+    def wait(self) -> bool:
+        """Make the device's current stream wait for the copy. The host does not wait.
+
+        Returns: whether that stream captures a graph, which reads the tables at every replay: somebody keeps them.
+        """
+        if self._index is None:
+            return False
         current = devices.backend.uncaptured_stream(self._index)
         # A graph cannot wait for work outside of it. What captures has waited before: torch synchronises first.
-        if current is None or current == self._stream:
-            return
-        import torch
+        if current is None:
+            return True
+        if self._event is not None and current != self._stream:
+            import torch
 
-        stream = torch.accelerator.current_stream(self._index)
-        self._event.wait(stream)
-        # The buffer belongs to the stream of the copy; this one may still read it when the context is dropped.
-        self._buffer.record_stream(stream)
+            stream = torch.accelerator.current_stream(self._index)
+            self._event.wait(stream)
+            # The buffer belongs to the stream of the copy; this one may still read it when the context is dropped.
+            self._buffer.record_stream(stream)
+        return False

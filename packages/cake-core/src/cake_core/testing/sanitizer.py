@@ -1,37 +1,160 @@
-"""compute-sanitizer over scripts of an op's GPU tests, all runs side by side."""
+"""compute-sanitizer over scripts of an op's GPU tests, side by side, and what it reports."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-__all__ = ["TOOLS", "Runs", "sanitized"]
+__all__ = ["TOOLS", "Run", "Runs", "findings", "sanitized", "sanitized_runs"]
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
-Runs = Mapping[str, "Future[subprocess.CompletedProcess[str]]"]
-"""By tool, and "planted <tool>" for the scripts with a fault: exit status and what was printed, stderr included."""
+Run = subprocess.CompletedProcess[str]
+"""Exit status, 124 of a run that took too long, and what was printed, stderr included."""
+LIMIT = 90.0
+"""Seconds of a run."""
+_PADDING = 1024  # bytes; allocations lie back to back without it, and a read behind one is a read of the next one
+
+
+class Runs(Mapping[str, "Future[Run]"]):
+    """Runs by name; one that nobody has started starts when it is asked for."""
+
+    def __init__(self, scripts: Mapping[str, tuple[str, str]], kernels: str, options: Mapping[str, tuple[str, ...]]):
+        self._scripts, self._kernels, self._options = scripts, kernels, options
+        self._pool = ThreadPoolExecutor(6)
+        self._started: dict[str, Future[Run]] = {}
+        self._processes: set[subprocess.Popen[str]] = set()
+        self._ended = False
+
+    def __getitem__(self, name: str) -> Future[Run]:
+        if name not in self._started:
+            tool, code = self._scripts[name]
+            self._started[name] = self._pool.submit(self._run, tool, code)
+        return self._started[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._scripts)
+
+    def __len__(self) -> int:
+        return len(self._scripts)
+
+    def again(self, name: str, *options: str) -> Run:
+        """The same script under the same tool with more options."""
+        return self._run(*self._scripts[name], *options)
+
+    def end(self) -> None:
+        """Nothing runs any more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._ended = True  # before the look at what runs: a process that starts meanwhile sees it
+        for process in tuple(self._processes):
+            _kill(process)
+        self._pool.shutdown()
+
+    def _run(self, tool: str, code: str, *options: str) -> Run:
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        own = () if tool == "initcheck" else ("--kernel-name", f"kns={self._kernels}")
+        own += ("--padding", str(_PADDING)) if tool == "memcheck" else ()
+        common = ("--error-exitcode", "9", "--print-limit", "1000", "--show-backtrace", "no")
+        more = (*common, *own, *self._options.get(tool, ()), *options)
+        command = ("compute-sanitizer", "--tool", tool, *more, sys.executable, "-c", code)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,  # the tool and the program below it end together
+        )
+        self._processes.add(process)
+        if self._ended:
+            _kill(process)
+        try:
+            printed, status = process.communicate(timeout=LIMIT)[0], process.returncode
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            printed, status = process.communicate()[0], 124
+        finally:
+            self._processes.discard(process)
+        return subprocess.CompletedProcess(command, status, printed)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def sanitized_runs(
+    scripts: Mapping[str, tuple[str, str]],
+    kernels: str,
+    *,
+    ahead: Collection[str] | None = None,
+    options: Mapping[str, tuple[str, ...]] | None = None,
+) -> Iterator[Runs]:
+    """Runs of ``scripts``, name -> (tool, script), side by side.
+
+    memcheck and racecheck look into the kernels whose names have ``kernels`` in them; initcheck follows what every
+    kernel writes. Nothing is compiled meanwhile: the caller has run each kernel before. The allocator of torch caches
+    nothing and memcheck leaves room behind every allocation, so operands end with their allocations, and what lies
+    behind an operand is no other one.
+
+    Args:
+        ahead: runs that start at once; None: all. In one of several test processes (pytest-xdist) none does: each of
+            them has the same runs.
+        options: more options of the tool, tool -> options.
+    """
+    runs = Runs(scripts, kernels, options or {})
+    try:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            for name in scripts if ahead is None else ahead:
+                runs[name]
+        yield runs
+    finally:
+        runs.end()
 
 
 @contextmanager
 def sanitized(script: str, kernels: str, planted: Mapping[str, str] | None = None) -> Iterator[Runs]:
-    """The runs of ``script`` under every tool, and of ``planted``, tool -> script.
+    """``sanitized_runs`` of ``script`` under every tool, by tool, and of ``planted``, tool -> script with a fault, by
+    "planted <tool>"."""
+    scripts = {tool: (tool, script) for tool in TOOLS}
+    scripts |= {f"planted {tool}": (tool, code) for tool, code in (planted or {}).items()}
+    with sanitized_runs(scripts, kernels) as runs:
+        yield runs
 
-    memcheck and racecheck look into the kernels whose names have ``kernels`` in them; initcheck follows what every
-    kernel writes. Nothing is compiled meanwhile: the caller has run each kernel before. The allocator of torch caches
-    nothing, so operands end with their allocations.
-    """
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-    def run(code: str, tool: str) -> subprocess.CompletedProcess[str]:
-        own = () if tool == "initcheck" else ("--kernel-name", f"kns={kernels}")
-        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5", *own)
-        command = (*command, sys.executable, "-c", code)
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+_PREFIX = re.compile(r"=========\s?")
+_VARIES = re.compile(
+    r"0x[0-9a-f]{6,}|\(\d+,\d+,\d+\)|\[\d+ hazards?\]|__shared__ 0x[0-9a-f]+|Value : \S+|\d+ bytes after"
+)
 
-    with ThreadPoolExecutor() as pool:
-        runs = {tool: pool.submit(run, script, tool) for tool in TOOLS}
-        yield {**runs, **{f"planted {tool}": pool.submit(run, code, tool) for tool, code in (planted or {}).items()}}
+
+def findings(printed: str, most: int = 12) -> str:
+    """The first ``most`` reports in what a run printed, each with the number of those that are alike but for threads,
+    blocks, addresses and values; then its summaries, and the end of what the program itself printed."""
+    reports: dict[str, list[list[str]]] = {}
+    own: list[str] = []
+    report: list[str] = []
+    for line in [*printed.splitlines(), "========="]:
+        found = _PREFIX.match(line)
+        if found is None:
+            own.append(line)
+            continue
+        text = line[found.end() :].rstrip()
+        if text == "COMPUTE-SANITIZER" or "Host Frame" in text or "Saved host backtrace" in text:
+            continue
+        if report and (not text or "SUMMARY" in text):  # a report ends with an empty line
+            reports.setdefault(_VARIES.sub("#", "\n".join(report)), []).append(report)
+            report = []
+        if text:
+            report.append(text[:300])
+    summaries = [key for key in reports if "SUMMARY" in key]
+    shown = [key for key in reports if key not in summaries][:most] + summaries
+    lines = [f"{len(reports[key])} x  " + "\n      ".join(reports[key][0]) for key in shown]
+    return "\n".join([*lines, "printed:", *own[-30:]])

@@ -1,8 +1,8 @@
 """``gdn`` on Hopper: tables of the documents -> layouts -> buffers -> a launch call a kernel. No arithmetic on tensors.
 
 Segments are whole documents (``plan`` "auto" and "serial"). With offsets on the host the tables are made there, kept by
-their values and uploaded once; offsets on the device alone become tables there, and the host waits for nothing. What
-lies behind the last document is zeros.
+their values and uploaded once; offsets on the device alone become tables there, and the host waits for nothing. Tables
+that a captured graph reads are kept as long as the process. What lies behind the last document is zeros.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ adjoint = compose = summarize
 
 
 def release() -> None:
-    """Forget the tables on devices, some kilobytes a layout."""
+    """Forget the tables on devices, some kilobytes a layout, but for those that a captured graph reads."""
     _host_tables.cache_clear()
 
 
@@ -166,9 +166,11 @@ def release() -> None:
 def _tables(x: Operands, index: int, entering: _Rows, leaving: _Rows) -> _Tables:
     docs = x.docs
     if docs.host is not None:
-        upload, tables = _host_tables(docs.host, index, entering, leaving)
-        upload.wait()
-        return tables
+        layout = docs.host, index, entering, leaving
+        known = _host_tables(*layout)
+        if known[0].wait():
+            known = _captured.setdefault(layout, known)
+        return known[1]
     assert docs.cu is not None
     count = plan.max_chunks(x.v.shape[0], docs.count)
     table = _scratch("tables", (2 * count + 5 * docs.count,), index, torch.int32)
@@ -178,8 +180,15 @@ def _tables(x: Operands, index: int, entering: _Rows, leaving: _Rows) -> _Tables
     return _Tables(chunks, segments, None)
 
 
+_captured: dict[tuple[tuple[int, ...], int, _Rows, _Rows], tuple[Upload, _Tables]] = {}
+"""Tables whose addresses are in graphs. Nobody tells when the last graph of a layout is gone, so nothing leaves."""
+
+
 @lru_cache(maxsize=256)
 def _host_tables(offsets: tuple[int, ...], index: int, entering: _Rows, leaving: _Rows) -> tuple[Upload, _Tables]:
+    captured = _captured.get((offsets, index, entering, leaving))
+    if captured is not None:
+        return captured
     if device.capturing(index):
         got, remedy = "offsets that no call had before", "run the call once before it is captured"
         raise RuntimeError(message("gdn", "cu_seqlens_cpu", f"{got}, while a graph is captured", "known ones", remedy))
@@ -201,7 +210,8 @@ def _host_tables(offsets: tuple[int, ...], index: int, entering: _Rows, leaving:
         ],
         torch.device("cuda", index),
     )
-    return upload, _Tables(*upload.tables, cut.end)
+    chunk_table, segment_table = upload.tables
+    return upload, _Tables(chunk_table, segment_table, cut.end)
 
 
 # --------------------------------------------------------------------------------------------------------- operands
