@@ -25,6 +25,7 @@
 #include "cake/v1/launch.h"
 #include "cake/v1/smem.cuh"
 #include "chunk.cuh"
+#include "decay.cuh"
 #include "gdn_tail.h"
 
 namespace cake::gdn {
@@ -36,6 +37,7 @@ constexpr int kStateBytes = 2 * kStateTileBytes;
 constexpr int kPsBarrier = 1;   // dPs is written: warpgroups 0 and 1
 constexpr int kOutBarrier = 2;  // + 1 for dk: a tile is ready to leave
 constexpr int kSums = kHeadDim / 2;
+constexpr int kGroup = 2;                       // blocks of 8 columns whose elements are worked on side by side
 constexpr int kRegisters[3] = {176, 160, 168};  // of 504 for three threads
 
 // Row and column sums of a part of s, the derivative with respect to the decays.
@@ -64,14 +66,6 @@ __device__ __forceinline__ void copy_state(char* tile, const void* from, int64_t
     ptx::cp_async_16(tile + piece / 8 * kStateTileBytes + swizzled(row, piece % 8 * 8), source + at * 16, true);
   }
 }
-
-// Where a thread's numbers of a [64][n] sum lie: d[4 i + 2 below + e] at row `row` + 8 below, column 8 i + `column` +
-// e.
-struct Place {
-  int row, column, warp, lane;
-  __device__ __forceinline__ explicit Place(int thread)
-      : row(16 * (thread / 32) + thread % 32 / 4), column(2 * (thread % 4)), warp(thread / 32), lane(thread % 32) {}
-};
 
 __device__ __forceinline__ float sum_quad(float value) {
   value = __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, 1));
@@ -121,8 +115,26 @@ __device__ __forceinline__ void dot_rows(const char* x, const float (&d)[kSums],
   }
 }
 
-__device__ __forceinline__ float decay(const Scalars& s, int row, int column) {
-  return row >= column ? exp_of(__fsub_rn(s.G[row], s.G[column])) : 0.f;
+// Scalars of the columns of kGroup blocks of 8.
+struct Columns {
+  OfColumns<kGroup> G, b, k;
+  __device__ __forceinline__ void load(const Scalars& s, int first, const Place& at) {
+    G.load(s.G, first, at);
+    b.load(s.b, first, at);
+    k.load(s.k, first, at);
+  }
+};
+
+// Pairs of a [64][64] tile of BF16: the thread's of kGroup blocks of 8 columns.
+__device__ __forceinline__ void store_group(char* tile, const uint32_t (&pairs)[kGroup][2], int first,
+                                            const Place& at) {
+#pragma unroll
+  for (int j = 0; j < kGroup; ++j) {
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      *reinterpret_cast<uint32_t*>(tile + swizzled(at.row + 8 * below, 8 * (first + j) + at.column)) = pairs[j][below];
+    }
+  }
 }
 
 // Warpgroup 0, one value head.
@@ -139,28 +151,37 @@ __device__ __forceinline__ void scores(Shared& shared, const Place& at, float (&
   ptx::settle(F);
   ptx::settle(QK);
   uint32_t dPs[kChunk / 16][4];
+  const OfRows G(s.G, at), q(s.q, at);
+  const float scale = s.scale;
 #pragma unroll
-  for (int i = 0; i < kChunk / 8; ++i) {
-    ptx::hold_memory();
+  for (int first = 0; first < kChunk / 8; first += kGroup) {
+    Columns by;
+    by.load(s, first, at);
+    uint32_t out[kGroup][2];
 #pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      const int row = at.row + 8 * below, from = 8 * i + at.column;
-      float by_k[2], by_q[2];
+    for (int j = 0; j < kGroup; ++j) {
+      const int i = first + j;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = from + e, n = 4 * i + 2 * below + e;
-        const float D = decay(s, row, column);
-        const float bF = row >= column ? __fmul_rn(s.b[column], F[n]) : 0.f;
-        // scale is in s.q = scale r_q: dPs r_q / scale comes first.
-        const float dP = __fmul_rn(bF, D);
-        by_q[e] = __fmul_rn(dP, s.q[row]);
-        by_k[e] = __fmul_rn(__fmul_rn(dP, s.scale), s.k[column]);
-        const float P = __fmul_rn(__fmul_rn(QK[n], __fmul_rn(s.q[row], s.k[column])), D);
-        F[n] = row > column ? __fmul_rn(bF, P) : 0.f;
+      for (int below = 0; below < 2; ++below) {
+        float by_k[2], by_q[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int n = 4 * i + 2 * below + e;
+          const bool own = at.reaches(i, below, e);
+          const float D = decay(own, G.by[below], by.G.by[j][e]);
+          const float bF = own ? __fmul_rn(by.b.by[j][e], F[n]) : 0.f;
+          // scale is in s.q = scale r_q: dPs r_q / scale comes first.
+          const float dP = __fmul_rn(bF, D);
+          by_q[e] = __fmul_rn(dP, q.by[below]);
+          by_k[e] = __fmul_rn(__fmul_rn(dP, scale), by.k.by[j][e]);
+          const float P = __fmul_rn(__fmul_rn(QK[n], __fmul_rn(q.by[below], by.k.by[j][e])), D);
+          F[n] = at.reaches(i, below, e, 1) ? __fmul_rn(bF, P) : 0.f;
+        }
+        dPs[i / 2][2 * (i % 2) + below] = ptx::cvt_rn_bf16x2(by_k[0], by_k[1]);
+        out[j][below] = ptx::cvt_rn_bf16x2(by_q[0], by_q[1]);
       }
-      dPs[i / 2][2 * (i % 2) + below] = ptx::cvt_rn_bf16x2(by_k[0], by_k[1]);
-      *reinterpret_cast<uint32_t*>(shared.dPs + swizzled(row, from)) = ptx::cvt_rn_bf16x2(by_q[0], by_q[1]);
     }
+    store_group(shared.dPs, out, first, at);
   }
   ptx::fence_proxy_async();
   ptx::bar_arrive(kPsBarrier, 2 * kWarpgroup);
@@ -208,27 +229,44 @@ __device__ __forceinline__ void gram(Shared& shared, const Place& at, int64_t fi
   ptx::settle(F);
   ptx::settle(KK);
   uint32_t W[kChunk / 16][4];
-  float dbeta[2] = {0.f, 0.f};
+  float dbeta[2];
 #pragma unroll
-  for (int i = 0; i < kChunk / 8; ++i) {
-    ptx::hold_memory();
+  for (int below = 0; below < 2; ++below) {  // F_ii, of the lane that holds it
 #pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      const int row = at.row + 8 * below, from = 8 * i + at.column;
-      float by_column[2], by_row[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = from + e, n = 4 * i + 2 * below + e;
-        if (row == column) dbeta[below] = F[n];
-        const float dC = row > column ? -__fmul_rn(__fmul_rn(s.b[row], s.b[column]), F[n]) : 0.f;
-        const float w = __fmul_rn(dC, decay(s, row, column));
-        by_column[e] = __fmul_rn(w, s.k[column]);
-        by_row[e] = __fmul_rn(w, s.k[row]);
-        F[n] = __fmul_rn(w, __fmul_rn(KK[n], __fmul_rn(s.k[row], s.k[column])));
-      }
-      W[i / 2][2 * (i % 2) + below] = ptx::cvt_rn_bf16x2(by_column[0], by_column[1]);
-      *reinterpret_cast<uint32_t*>(shared.W + swizzled(row, from)) = ptx::cvt_rn_bf16x2(by_row[0], by_row[1]);
+    for (int i = below; i < kChunk / 8; i += 2) {
+      const float own = at.row % 2 == 0 ? F[4 * i + 2 * below] : F[4 * i + 2 * below + 1];
+      dbeta[below] = i == below || i == 2 * at.warp + below ? own : dbeta[below];
     }
+  }
+  const OfRows G(s.G, at), b(s.b, at), r(s.k, at);
+#pragma unroll
+  for (int first = 0; first < kChunk / 8; first += kGroup) {
+    Columns by;
+    by.load(s, first, at);
+    uint32_t out[kGroup][2];
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      const int i = first + j;
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        float by_column[2], by_row[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int n = 4 * i + 2 * below + e;
+          const bool own = at.reaches(i, below, e, 1);
+          // The decay of the diagonal meets a dC of 0.
+          const float D = decay(own, G.by[below], by.G.by[j][e]);
+          const float dC = own ? -__fmul_rn(__fmul_rn(b.by[below], by.b.by[j][e]), F[n]) : 0.f;
+          const float w = __fmul_rn(dC, D);
+          by_column[e] = __fmul_rn(w, by.k.by[j][e]);
+          by_row[e] = __fmul_rn(w, r.by[below]);
+          F[n] = __fmul_rn(w, __fmul_rn(KK[n], __fmul_rn(r.by[below], by.k.by[j][e])));
+        }
+        W[i / 2][2 * (i % 2) + below] = ptx::cvt_rn_bf16x2(by_column[0], by_column[1]);
+        out[j][below] = ptx::cvt_rn_bf16x2(by_row[0], by_row[1]);
+      }
+    }
+    store_group(shared.W, out, first, at);
   }
   ptx::fence_proxy_async();
 #pragma unroll
