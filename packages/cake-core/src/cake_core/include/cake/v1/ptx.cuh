@@ -134,7 +134,16 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
                : "memory");
 }
 
-// stmatrix.sync.aligned.m8n8.x4.trans.shared.b16: the reverse of ldmatrix_x4_trans. Nothing before sm_90.
+// stmatrix.sync.aligned.m8n8.x4.shared.b16: the reverse of ldmatrix_x4. Trans: of ldmatrix_x4_trans. Nothing before
+// sm_90.
+__device__ __forceinline__ void stmatrix_x4(void* shared, const uint32_t (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+#endif
+}
 __device__ __forceinline__ void stmatrix_x4_trans(void* shared, const uint32_t (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(

@@ -9,7 +9,8 @@
 // another, x of the grid fastest.
 //
 // cuda_on_cpu/: vocabulary.h (types, arithmetic), cta.h (lanes and what they wait for), copies.h (cp.async, mbarrier),
-// intrinsics.h, launch.h. With cake/v1/ptx_wgmma.cuh: products.h (wgmma), operands.h (what it reads and computes).
+// intrinsics.h, launch.h. With cake/v1/ptx_wgmma.cuh: products.h (wgmma), operands.h (what it reads and computes). With
+// cake/v1/ptx_bulk.cuh: bulk.h.
 #pragma once
 
 #include "cuda_on_cpu/copies.h"

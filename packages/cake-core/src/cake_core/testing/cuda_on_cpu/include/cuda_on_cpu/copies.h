@@ -1,4 +1,4 @@
-// Asynchronous copies of 16 bytes, and the mbarriers that count them.
+// Asynchronous copies and the mbarriers that count them.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,8 @@ const char* finish(const Copies& copies) {
       --cta->arrivals;
       if (const char* wrong = arrive_at(copy.to)) return wrong;
     } else if (copy.from != nullptr) {
-      std::memcpy(copy.to, copy.from, 16);
+      std::memcpy(copy.to, copy.from, copy.block == 0 ? 16 : copy.block);
+      if (copy.block != 0) cta->proxy_wrote(copy.to, copy.block);
     } else {
       std::memset(copy.to, 0, 16);
     }

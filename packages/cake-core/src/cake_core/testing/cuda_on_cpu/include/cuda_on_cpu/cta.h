@@ -21,6 +21,13 @@ struct Copy {
   void* to;
   const void* from;      // null: zeros
   bool arrives = false;  // no bytes: once the copies before it are there, this lane arrives at the mbarrier `to`
+  int block = 0;         // bytes of a block, or 0: a copy of 16
+};
+
+struct Store {  // of a block of shared memory
+  void* to;
+  const void* from;
+  std::vector<char> seen;  // the block when the store was started
 };
 
 struct Lane {
@@ -28,6 +35,8 @@ struct Lane {
   std::unique_ptr<char[]> stack;
   std::vector<Copy> open;                // asynchronous copies of no group yet
   std::deque<std::vector<Copy>> groups;  // that have not arrived, oldest first
+  std::vector<Store> stores;  // of no group yet
+  std::deque<std::vector<Store>> store_groups;
   const void* waits_for = nullptr;       // a Gate or an mbarrier, or null: ready
   unsigned gifts = 0;                    // calls of give()
   bool done = false;
@@ -52,6 +61,7 @@ struct Cta {
   size_t dynamic_bytes = 0;
   int arrivals = 0;                   // copies still to come that arrive at an mbarrier
   uint32_t serial = 0;                // of this CTA among all
+  void (*proxy_wrote)(const void*, size_t) = nullptr;  // told of blocks that were loaded
   const char* (*at_end)() = nullptr;  // what is wrong with the asynchronous products of all lanes, or null
   ucontext_t scheduler;
   std::function<void()> body;

@@ -22,6 +22,7 @@ inline const char* run_cta(Cta& work) {
   cta = &work;
   work.serial = ++ctas;
   work.arrivals = 0;
+  work.proxy_wrote = nullptr;
   work.at_end = nullptr;
   const int n = static_cast<int>(work.lanes.size());
   for (Lane& lane : work.lanes) {
@@ -31,6 +32,8 @@ inline const char* run_cta(Cta& work) {
     lane.waits_for = nullptr;
     lane.open.clear();
     lane.groups.clear();
+    lane.stores.clear();
+    lane.store_groups.clear();
     lane.gifts = 0;
     getcontext(&lane.context);
     lane.context.uc_stack.ss_sp = lane.stack.get();
@@ -62,7 +65,12 @@ inline const char* run_cta(Cta& work) {
       all_done &= lane.done;
       ready |= !lane.done && lane.waits_for == nullptr;
     }
-    if (all_done) return work.at_end != nullptr ? work.at_end() : nullptr;
+    if (all_done) {
+      for (const Lane& lane : work.lanes) {
+        if (!lane.stores.empty() || !lane.store_groups.empty()) return "a CTA ends while a bulk store reads its memory";
+      }
+      return work.at_end != nullptr ? work.at_end() : nullptr;
+    }
     if (work.arrivals > 0 && (!ready || random_below(4) == 0)) {
       if (const char* wrong = copies_arrive()) return wrong;
       continue;

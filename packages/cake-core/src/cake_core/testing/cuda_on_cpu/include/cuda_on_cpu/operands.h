@@ -30,6 +30,9 @@ class AsyncProxy {
     }
   }
 
+  // Bytes that the proxy itself has written.
+  void wrote(size_t offset, size_t bytes) { std::memcpy(&fenced_[offset], dynamic_smem() + offset, bytes); }
+
   // 16 bytes of a product's operand.
   const char* read(uint32_t offset) const {
     if (offset + 16 > fenced_.size()) stop("a product reads behind the end of the dynamic shared memory");

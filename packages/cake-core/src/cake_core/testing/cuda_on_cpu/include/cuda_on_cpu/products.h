@@ -100,6 +100,9 @@ inline Products& products() {
     all.warps.assign(cta->warp_gates.size(), {});
     all.asked.assign((cta->lanes.size() + 127) / 128, {});
     all.proxy.begin();
+    cta->proxy_wrote = [](const void* at, size_t bytes) {
+      all.proxy.wrote(static_cast<const char*>(at) - dynamic_smem(), bytes);
+    };
     cta->at_end = wrong_at_the_end;
   }
   return all;

@@ -95,19 +95,25 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* shared) {
 }
 
 // All rows of the warp are written before any lane goes on.
-inline void stmatrix_x4_trans(void* shared, const uint32_t (&r)[4]) {
+template <bool kTrans>
+void store_matrices(const char* intrinsic, void* shared, const uint32_t (&r)[4]) {
   cuda_on_cpu::check_shared(shared, 16);
   struct Values {
     uint32_t r[4];
   };
-  const auto all = cuda_on_cpu::give("stmatrix.trans", Values{{r[0], r[1], r[2], r[3]}});
+  const auto all = cuda_on_cpu::give(intrinsic, Values{{r[0], r[1], r[2], r[3]}});
   const int lane = cuda_on_cpu::cta->current % 32, matrix = lane / 8, row = lane % 8;
   Row out;
-  for (int column = 0; column < 8; ++column) {  // element [row][column] of the transpose
-    out.elements[column] = static_cast<uint16_t>(all(4 * column + row / 2).r[matrix] >> 16 * (row % 2));
+  for (int column = 0; column < 8; ++column) {  // lane l has [l / 4][2 (l % 4)] and the next, or that of the transpose
+    const int from = kTrans ? 4 * column + row / 2 : 4 * row + column / 2, half = kTrans ? row % 2 : column % 2;
+    out.elements[column] = static_cast<uint16_t>(all(from).r[matrix] >> 16 * half);
   }
   std::memcpy(shared, &out, 16);
-  cuda_on_cpu::give("stmatrix.trans, written", Values{});
+  cuda_on_cpu::give("stmatrix, written", Values{});
+}
+inline void stmatrix_x4(void* shared, const uint32_t (&r)[4]) { store_matrices<false>("stmatrix", shared, r); }
+inline void stmatrix_x4_trans(void* shared, const uint32_t (&r)[4]) {
+  store_matrices<true>("stmatrix.trans", shared, r);
 }
 
 // The products of BF16 are exact; their sum over 16 is rounded once, into d.
