@@ -13,8 +13,8 @@
 //   1   F_E, W, (W + W^T) K, dPs^T Q: one part of dK^
 //   2   E S^T, e dS'^T: the other part of dK^; z
 //
-// Sums of a row: a thread's own columns ascending, then the four lanes of the row. Sums of a column: a thread's two
-// rows, the eight lanes of the column, then the four warps ascending.
+// Sums of a row: a thread's own columns ascending (of a dot even and odd ones apart), then the four lanes of the row.
+// Sums of a column: a thread's two rows, the eight lanes of the column, then the four warps ascending.
 //
 //   shared memory, bytes
 //   2 * 16384     Q, K
@@ -72,47 +72,66 @@ __device__ __forceinline__ float sum_quad(float value) {
   return __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
-// The sums of a [64][64] fragment.
+// The sums of a [64][64] fragment. Of the 16 columns of a lane each step of a sum over lanes gives half away: the lane
+// ends with two.
 __device__ __forceinline__ void sum_up(const float (&s)[kChunk / 2], const Place& at, Sums& sums) {
-#pragma unroll
-  for (int below = 0; below < 2; ++below) {
-    float row = 0.f;
-#pragma unroll
-    for (int i = 0; i < kChunk / 8; ++i) {
-      row = __fadd_rn(row, s[4 * i + 2 * below]);
-      row = __fadd_rn(row, s[4 * i + 2 * below + 1]);
-    }
-    row = sum_quad(row);
-    if (at.lane % 4 == 0) sums.rows[at.row + 8 * below] = row;
-  }
+  float column[kChunk / 4], row[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < kChunk / 8; ++i) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      float column = __fadd_rn(s[4 * i + e], s[4 * i + 2 + e]);
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        column = __fadd_rn(column, __shfl_xor_sync(0xffffffffu, column, distance));
-      }
-      if (at.lane < 4) sums.columns[at.warp][8 * i + at.column + e] = column;
+      column[2 * i + e] = __fadd_rn(s[4 * i + e], s[4 * i + 2 + e]);
+      row[0] = __fadd_rn(row[0], s[4 * i + e]);
+      row[1] = __fadd_rn(row[1], s[4 * i + 2 + e]);
     }
+  }
+#pragma unroll
+  for (int half = kChunk / 8; half >= 2; half /= 2) {
+    const int distance = 32 / half;  // 4, 8, 16
+    const bool upper = (at.lane & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float given = upper ? column[i] : column[half + i];
+      column[i] = __fadd_rn(upper ? column[half + i] : column[i], __shfl_xor_sync(0xffffffffu, given, distance));
+    }
+  }
+  const int i = (at.lane & 4) + (at.lane & 8) / 4 + at.lane / 16;
+  *reinterpret_cast<float2*>(&sums.columns[at.warp][8 * i + at.column]) = make_float2(column[0], column[1]);
+#pragma unroll
+  for (int below = 0; below < 2; ++below) {
+    row[below] = sum_quad(row[below]);
+    if (at.lane % 4 == 0) sums.rows[at.row + 8 * below] = row[below];
   }
 }
 
-// sum of x . d over the 128 columns of each of the thread's two rows; x: a [64][128] tile of BF16.
+// The thread's elements of a [64][128] tile of BF16 in two blocks of 8 columns: pairs [2 block + below].
+__device__ __forceinline__ void load_pairs(const char* x, int block, const Place& at, uint32_t (&pairs)[4]) {
+  const int row = 16 * at.warp + at.lane % 16;
+  ptx::ldmatrix_x4(pairs, x + block / 8 * kSquareBytes + swizzled(row, 8 * (block % 8 + at.lane / 16)));
+}
+
+// sum of x . d over the 128 columns of each of the thread's two rows; x: a [64][128] tile of BF16. Even and odd columns
+// apart, then joined.
 __device__ __forceinline__ void dot_rows(const char* x, const float (&d)[kSums], const Place& at, float (&dot)[2]) {
+  float sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+  constexpr int kBatch = 4;  // loads under way
 #pragma unroll
-  for (int below = 0; below < 2; ++below) {
-    float sum = 0.f;
+  for (int first = 0; first < kHeadDim / 16; first += kBatch) {
+    uint32_t pairs[kBatch][4];
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 8; ++i) {
-      const uint32_t two = *reinterpret_cast<const uint32_t*>(x + i / 8 * kSquareBytes +
-                                                              swizzled(at.row + 8 * below, i % 8 * 8 + at.column));
-      sum = __fmaf_rn(__uint_as_float(two << 16), d[4 * i + 2 * below], sum);
-      sum = __fmaf_rn(__uint_as_float(two & 0xffff0000u), d[4 * i + 2 * below + 1], sum);
+    for (int i = 0; i < kBatch; ++i) load_pairs(x, 2 * (first + i), at, pairs[i]);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* two = d + 8 * (first + i) + 2 * j;
+        sum[j % 2][0] = __fmaf_rn(__uint_as_float(pairs[i][j] << 16), two[0], sum[j % 2][0]);
+        sum[j % 2][1] = __fmaf_rn(__uint_as_float(pairs[i][j] & 0xffff0000u), two[1], sum[j % 2][1]);
+      }
     }
-    dot[below] = sum_quad(sum);
   }
+#pragma unroll
+  for (int below = 0; below < 2; ++below) dot[below] = sum_quad(__fadd_rn(sum[below][0], sum[below][1]));
 }
 
 // Scalars of the columns of kGroup blocks of 8.
@@ -194,10 +213,11 @@ __device__ __forceinline__ void scores(Shared& shared, const Place& at, float (&
   ptx::wgmma_wait<0>();
   ptx::settle(dQi);
   float dot[2];
+  const OfRows c(s.c, at);
+  const float factor[2] = {__fmul_rn(c.by[0], scale), __fmul_rn(c.by[1], scale)};
 #pragma unroll
   for (int i = 0; i < kSums; ++i) {
-    const int row = at.row + 8 * (i % 4 / 2);
-    dQi[i] = __fmul_rn(dQi[i], __fmul_rn(s.c[row], s.scale));
+    dQi[i] = __fmul_rn(dQi[i], factor[i % 4 / 2]);
     dQ[i] = __fadd_rn(dQ[i], dQi[i]);
   }
   dot_rows(shared.q, dQi, at, dot);
@@ -290,15 +310,16 @@ __device__ __forceinline__ void gram(Shared& shared, const Place& at, int64_t fi
 // Warpgroup 2, one value head.
 __device__ __forceinline__ void states(Shared& shared, const Place& at, int thread, float (&dK)[kSums]) {
   const Scalars& s = shared.s;
-  float z = 0.f;
+  float sums[4] = {0.f, 0.f, 0.f, 0.f};  // of elements 2 i and 2 i + 1 of a piece of 16 bytes
 #pragma unroll 4
   for (int i = 0; i < kStateBytes / 16 / kWarpgroup; ++i) {
     float x[kVec], y[kVec];
     widen(reinterpret_cast<const uint4*>(shared.S)[i * kWarpgroup + thread], x);
     widen(reinterpret_cast<const uint4*>(shared.dS)[i * kWarpgroup + thread], y);
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) z = __fmaf_rn(x[e], y[e], z);
+    for (int e = 0; e < kVec; ++e) sums[e / 2] = __fmaf_rn(x[e], y[e], sums[e / 2]);
   }
+  float z = __fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3]));
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     z = __fadd_rn(z, __shfl_xor_sync(0xffffffffu, z, distance));
@@ -314,10 +335,15 @@ __device__ __forceinline__ void states(Shared& shared, const Place& at, int thre
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::settle(part);
+    const OfRows b(s.b, at), decay(which == 0 ? s.c : s.rho, at);
+    float factor[2];
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      factor[below] = __fmul_rn(which == 0 ? -decay.by[below] : decay.by[below], b.by[below]);
+    }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      const int row = at.row + 8 * (i % 4 / 2);
-      part[i] = __fmul_rn(part[i], __fmul_rn(which == 0 ? -s.c[row] : s.rho[row], s.b[row]));
+      part[i] = __fmul_rn(part[i], factor[i % 4 / 2]);
       dK[i] = __fadd_rn(dK[i], part[i]);
     }
     dot_rows(shared.k, part, at, dot);
