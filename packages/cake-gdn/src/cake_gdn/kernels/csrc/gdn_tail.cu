@@ -47,7 +47,7 @@ constexpr int kPartBarrier = 3;  // a part of dK^ is written: warpgroups 1 and 2
 constexpr int kOutBarrier = 4;   // + 1 for dk: a tile is ready to leave
 constexpr int kSums = kHeadDim / 2;
 constexpr int kGroup = 2;                           // blocks of 8 columns whose elements are worked on side by side
-constexpr int kRegisters[4] = {152, 168, 152, 40};  // of 512 for four threads
+constexpr int kRegisters[4] = {160, 160, 152, 40};  // of 512 for four threads
 
 // Row and column sums of a part of s, the derivative with respect to the decays.
 struct Sums {
@@ -79,13 +79,13 @@ struct Shared {
   char dPs[kSquareBytes], W[kSquareBytes];
   Scalars scalars[2];
   GateSums sums[2];
-  Tile tiles[2];                    // of the head
-  uint64_t full[2];                 // rows, scalars and tile of a head are there
-  uint64_t empty[2];                // the head is done, its sums are there: all warps
-  uint64_t S_full, S_empty;         // read by warpgroups 0, 2 and 3
-  uint64_t dS_full, dS_empty;       // by 2 and 3
-  uint64_t keys_full, keys_empty;   // Q and K, by 0, 1 and 2
-  uint64_t squares_empty;           // dPs and W, by 1
+  Tile tiles[2];                   // of the head
+  uint64_t full[2];                // rows, scalars and tile of a head are there
+  uint64_t empty[2];               // the head is done, its sums are there: all warps
+  uint64_t S_full, S_empty;        // read by warpgroups 0, 2 and 3
+  uint64_t dS_full, dS_empty;      // by 2 and 3
+  uint64_t keys_full, keys_empty;  // Q and K, by 0, 1 and 2
+  uint64_t squares_empty;          // dPs and W, by 1
 };
 
 // One arrival of a warp, behind all that its lanes did.
@@ -149,11 +149,27 @@ __device__ __forceinline__ void load_pairs(const char* x, int block, const Place
   ptx::ldmatrix_x4(pairs, x + place_of_pairs(block, at));
 }
 
-// sum of x . d over the 128 columns of each of the thread's two rows; x: a [64][128] tile of BF16. Even and odd columns
-// apart, then joined.
-__device__ __forceinline__ void dot_rows(const char* x, const float (&d)[kSums], const Place& at, float (&dot)[2]) {
+// Sums of x . d over the 128 columns of each of the thread's two rows; x: a [64][128] tile of BF16. Even and odd
+// columns apart, then joined.
+struct Dots {
   float sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
-  constexpr int kBatch = 4;  // loads under way
+
+  // Adds two blocks of 8 columns: pairs of x, and d from there on.
+  __device__ __forceinline__ void add(const uint32_t (&pairs)[4], const float* d) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sum[j % 2][0] = __fmaf_rn(__uint_as_float(pairs[j] << 16), d[2 * j], sum[j % 2][0]);
+      sum[j % 2][1] = __fmaf_rn(__uint_as_float(pairs[j] & 0xffff0000u), d[2 * j + 1], sum[j % 2][1]);
+    }
+  }
+  __device__ __forceinline__ float of(int below) const { return sum_quad(__fadd_rn(sum[below][0], sum[below][1])); }
+};
+
+// d, its rows scaled by `factor`, is added to `total`; its dots with x, times `by`, go to `out`. d is used up.
+__device__ __forceinline__ void add_rows(float (&d)[kSums], const float (&factor)[2], const char* x, const Place& at,
+                                         float (&total)[kSums], const float (&by)[kChunk], float (&out)[kChunk]) {
+  Dots dots;
+  constexpr int kBatch = 2;  // loads under way
 #pragma unroll
   for (int first = 0; first < kHeadDim / 16; first += kBatch) {
     uint32_t pairs[kBatch][4];
@@ -162,15 +178,19 @@ __device__ __forceinline__ void dot_rows(const char* x, const float (&d)[kSums],
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* two = d + 8 * (first + i) + 2 * j;
-        sum[j % 2][0] = __fmaf_rn(__uint_as_float(pairs[i][j] << 16), two[0], sum[j % 2][0]);
-        sum[j % 2][1] = __fmaf_rn(__uint_as_float(pairs[i][j] & 0xffff0000u), two[1], sum[j % 2][1]);
+      for (int n = 8 * (first + i); n < 8 * (first + i + 1); ++n) {
+        d[n] = __fmul_rn(d[n], factor[n % 4 / 2]);
+        total[n] = __fadd_rn(total[n], d[n]);
       }
+      dots.add(pairs[i], d + 8 * (first + i));
     }
   }
 #pragma unroll
-  for (int below = 0; below < 2; ++below) dot[below] = sum_quad(__fadd_rn(sum[below][0], sum[below][1]));
+  for (int below = 0; below < 2; ++below) {
+    const int row = at.row + 8 * below;
+    const float dot = dots.of(below);
+    if (at.lane % 4 == 0) out[row] = __fmul_rn(dot, by[row]);
+  }
 }
 
 // Scalars of the columns of kGroup blocks of 8.
@@ -221,19 +241,8 @@ __device__ __forceinline__ void scores(Shared& shared, const Head& head, const P
     ptx::wgmma_wait<0>();
     ptx::settle(dQi);
     warp_arrive(&shared.S_empty);
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      dQi[i] = __fmul_rn(dQi[i], factor[i % 4 / 2]);
-      dQ[i] = __fadd_rn(dQ[i], dQi[i]);
-    }
     ptx::mbarrier_wait(&shared.keys_full, head.keys_parity);
-    float dot[2];
-    dot_rows(shared.q, dQi, at, dot);
-#pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      const int row = at.row + 8 * below;
-      if (at.lane % 4 == 0) head.sums.a_q[row] = __fmul_rn(dot[below], s.r_q[row]);
-    }
+    add_rows(dQi, factor, shared.q, at, dQ, s.r_q, head.sums.a_q);
   }
 
   float F[kChunk / 2], QK[kChunk / 2];
@@ -371,7 +380,7 @@ __device__ __forceinline__ void states(Shared& shared, const Head& head, const P
   const OfRows b(s.b, at);
 #pragma unroll
   for (int which = 0; which < 2; ++which) {  // E S^T, then e dS'^T
-    float part[kSums], dot[2], factor[2];
+    float part[kSums], factor[2];
     ptx::mbarrier_wait(which == 0 ? &shared.S_full : &shared.dS_full, head.parity);
     ptx::wgmma_fence();
     multiply<kHeadDim / 16>(part, Operand<Along::kRows>(which == 0 ? head.rows.E : head.rows.e, kSquareBytes),
@@ -385,18 +394,8 @@ __device__ __forceinline__ void states(Shared& shared, const Head& head, const P
     ptx::wgmma_wait<0>();
     ptx::settle(part);
     warp_arrive(which == 0 ? &shared.S_empty : &shared.dS_empty);
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      part[i] = __fmul_rn(part[i], factor[i % 4 / 2]);
-      dK[i] = __fadd_rn(dK[i], part[i]);
-    }
     if (which == 0) ptx::mbarrier_wait(&shared.keys_full, head.keys_parity);
-    dot_rows(shared.k, part, at, dot);
-#pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      const int row = at.row + 8 * below;
-      if (at.lane % 4 == 0) (which == 0 ? head.sums.a_k : head.sums.x)[row] = __fmul_rn(dot[below], s.k[row]);
-    }
+    add_rows(part, factor, shared.k, at, dK, s.k, which == 0 ? head.sums.a_k : head.sums.x);
   }
 }
 
@@ -436,11 +435,9 @@ __device__ __forceinline__ void gate_gradient(const GateSums& of, float gamma, f
       columns[1] = __fadd_rn(columns[1], of.of_gram.columns[warp][row]);
     }
     x[i] = of.x[row];
-    later[i] =
-        __fadd_rn(__fsub_rn(of.of_scores.rows[row], columns[0]), __fsub_rn(of.of_gram.rows[row], columns[1]));
+    later[i] = __fadd_rn(__fsub_rn(of.of_scores.rows[row], columns[0]), __fsub_rn(of.of_gram.rows[row], columns[1]));
   }
-  float a[2] = {__fadd_rn(of.a_q[2 * lane], of.a_k[2 * lane]),
-                __fadd_rn(of.a_q[2 * lane + 1], of.a_k[2 * lane + 1])};
+  float a[2] = {__fadd_rn(of.a_q[2 * lane], of.a_k[2 * lane]), __fadd_rn(of.a_q[2 * lane + 1], of.a_k[2 * lane + 1])};
   float before = __fadd_rn(x[0], x[1]), rect = __fadd_rn(later[0], later[1]), after = __fadd_rn(a[0], a[1]);
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -470,11 +467,16 @@ __device__ __forceinline__ void gate_gradient(const GateSums& of, float gamma, f
 // The gradient of the normalised rows -> that of the raw ones, in place.
 __device__ __forceinline__ void pull_back(float (&d)[kSums], const char* raw, const float (&r)[kChunk],
                                           const Place& at) {
-  float dot[2];
-  dot_rows(raw, d, at, dot);
+  Dots dots;
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 16; ++i) {
+    uint32_t x[4];
+    load_pairs(raw, 2 * i, at, x);
+    dots.add(x, d + 8 * i);
+  }
   const OfRows by(r, at);
-  const float along[2] = {__fmul_rn(__fmul_rn(by.by[0], by.by[0]), dot[0]),
-                          __fmul_rn(__fmul_rn(by.by[1], by.by[1]), dot[1])};
+  const float along[2] = {__fmul_rn(__fmul_rn(by.by[0], by.by[0]), dots.of(0)),
+                          __fmul_rn(__fmul_rn(by.by[1], by.by[1]), dots.of(1))};
 #pragma unroll
   for (int i = 0; i < kHeadDim / 16; ++i) {
     uint32_t x[4];
@@ -554,8 +556,7 @@ __device__ __forceinline__ void finish(const Tail& p, Shared& shared, Rows& rows
 template <int kWarpgroupNumber>
 __device__ __forceinline__ void run(const Tail& p, Shared& shared) {
   const int group = p.heads / p.key_heads;
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  const Place at(thread);
+  int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   for (int n = 0, number = 0;; ++number) {  // heads and tiles of this CTA
     float d[kSums];                         // dQ^, or a part of dK^
 #pragma unroll
@@ -565,6 +566,8 @@ __device__ __forceinline__ void run(const Tail& p, Shared& shared) {
       ptx::mbarrier_wait(&shared.full[stage], n / 2 % 2);
       // By a shuffle: see gdn_tail.
       if (__shfl_sync(0xffffffffu, shared.tiles[stage].rows, 0) == 0) return;
+      ptx::forget(thread);  // addresses are made for each head: kept, they would take the registers of the sums
+      const Place at(thread);
       const Head head = {shared.rows[stage], shared.scalars[stage], shared.sums[stage], n % 2, number % 2};
       if constexpr (kWarpgroupNumber == 0) scores(shared, head, at, d);
       if constexpr (kWarpgroupNumber == 1) {
@@ -576,6 +579,8 @@ __device__ __forceinline__ void run(const Tail& p, Shared& shared) {
       warp_arrive(&shared.empty[stage]);
     }
     const int stage = n % 2;
+    ptx::forget(thread);
+    const Place at(thread);
     finish<kWarpgroupNumber>(p, shared, shared.rows[stage], shared.scalars[stage], shared.tiles[stage], at, thread, d);
     warp_arrive(&shared.empty[stage]);
     ++n;
