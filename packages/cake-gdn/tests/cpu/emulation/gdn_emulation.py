@@ -66,6 +66,22 @@ def many(segments: Tensor, heads: int) -> Tensor:
 # --- operands and results ----------------------------------------------------------------------------------------
 
 
+# Column of an element in a row of 64 that is swizzled, which exchanges pairs: its own inverse. [128, 64]
+SWIZZLE = torch.arange(64) ^ 8 * (torch.arange(WIDTH) % 8)[:, None]
+
+
+def untiled(tape: Tensor) -> Tensor:
+    """States [.., 128 values, 128 keys] of a tape, which holds them as shared memory does: keys 0-63, then 64-127."""
+    tiles = tape.flatten(-2).unflatten(-1, (2, WIDTH, 64))
+    return tiles.gather(-1, SWIZZLE.expand(tiles.shape)).transpose(-3, -2).reshape(tape.shape)
+
+
+def tiled(states: Tensor) -> Tensor:
+    """The tape of ``states``."""
+    tiles = states.unflatten(-1, (2, 64)).transpose(-3, -2)
+    return tiles.gather(-1, SWIZZLE.expand(tiles.shape)).reshape(states.shape)
+
+
 @dataclass(frozen=True)
 class Operands:
     """A step as the kernels take it: packed rows, K-first states in any layout."""
@@ -189,7 +205,7 @@ class Kernels:
         operands = (x.q, x.k, x.v, x.g, x.beta, r_q, r_k, z, x.state, segments, x.scale)
         self.programs["gdn_state_scan"].run(o, e, S, final, *operands)
         self._check(o=o, e=e, S=S, final_state=written)
-        return o, e, S, final
+        return o, e, None if S is None else untiled(S), final
 
     def adjoint_scan(
         self,
@@ -209,7 +225,7 @@ class Kernels:
         operands = (x.q, x.k, x.do, x.g, x.beta, r_q, r_k, z, x.dht, segments, x.scale)
         self.programs["gdn_adjoint_scan"].run(dv, E, dS, dh0, *operands)
         self._check(E=E, dS=dS, dh0=written, dv=dv if dv.is_contiguous() else None)
-        return dv, E, dS, dh0
+        return dv, E, untiled(dS), dh0
 
     def tail(
         self,
@@ -225,7 +241,8 @@ class Kernels:
         """(dq, dk, dg, dbeta); ``tapes``: e, E, S, dS."""
         dq, dk = (self.empty(x.q.shape, BF16) if t is None else t for t in (dq, dk))
         dg, dbeta = self.empty(x.g.shape, FP32), self.empty(x.g.shape, x.beta.dtype)
-        operands = (x.q, x.k, x.do, x.g, x.beta, r_q, r_k, *tapes, chunks, x.scale)
+        e, E, S, dS = tapes
+        operands = (x.q, x.k, x.do, x.g, x.beta, r_q, r_k, e, E, tiled(S), tiled(dS), chunks, x.scale)
         self.programs["gdn_tail"].run(dq, dk, dg, dbeta, *operands)
         dense = {name: t for name, t in (("dq", dq), ("dk", dk)) if t.is_contiguous()}
         self._check(dg=dg, dbeta=dbeta, **dense)

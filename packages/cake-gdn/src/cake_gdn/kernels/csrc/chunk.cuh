@@ -12,6 +12,8 @@ namespace cake::gdn {
 inline constexpr int kWarpgroup = 128;                       // threads
 inline constexpr int kSquareBytes = kChunk * kTileRowBytes;  // [64][64] BF16
 inline constexpr int kRowsBytes = 2 * kSquareBytes;          // [64][128] BF16: columns 0-63, then 64-127
+// A state on a tape, BF16: keys 0-63, then 64-127, each a tile [128 values][64 keys].
+inline constexpr int kStateTileBytes = kHeadDim * kTileRowBytes, kStateBytes = 2 * kStateTileBytes;
 inline constexpr float kLog2E = 1.4426950408889634f;
 
 __device__ __forceinline__ float exp_of(float x) { return ptx::ex2_approx_ftz(__fmul_rn(x, kLog2E)); }
@@ -39,7 +41,7 @@ __device__ __forceinline__ void copy_rows(char* tile, const char* from, int64_t 
 }
 
 // The scalars of a chunk's tokens, 0 behind its rows unless said otherwise.
-struct Scalars {
+struct alignas(8) Scalars {
   float G[kChunk];  // sum of g up to the token; its last value behind the rows
   float b[kChunk];  // beta
   float c[kChunk], rho[kChunk];
@@ -90,62 +92,81 @@ struct Pair {
     G[0] = lane == 0 ? low[0] : __fadd_rn(before, low[0]);
     G[1] = __fadd_rn(G[0], low[1]);
     const float last = __shfl_sync(0xffffffffu, G[1], 31);
+    float c[2], rho[2], q[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = 2 * lane + i;
-      const float c = exp_of(G[i]), rho = exp_of(__fsub_rn(last, G[i]));
-      s.G[row] = G[i];
-      s.b[row] = b[i];
-      s.c[row] = c;
-      s.rho[row] = rho;
-      s.r_q[row] = r_q[i];
-      s.k[row] = r_k[i];
-      s.q[row] = __fmul_rn(scale, r_q[i]);
-      s.k_in[row] = __fmul_rn(c, r_k[i]);
-      s.k_out[row] = __fmul_rn(rho, r_k[i]);
-      s.q_in[row] = __fmul_rn(c, s.q[row]);
+      c[i] = exp_of(G[i]);
+      rho[i] = exp_of(__fsub_rn(last, G[i]));
+      q[i] = __fmul_rn(scale, r_q[i]);
     }
+    const auto put = [&](float* to, float first, float second) {
+      reinterpret_cast<float2*>(to)[lane] = float2{first, second};
+    };
+    put(s.G, G[0], G[1]);
+    put(s.b, b[0], b[1]);
+    put(s.c, c[0], c[1]);
+    put(s.rho, rho[0], rho[1]);
+    put(s.r_q, r_q[0], r_q[1]);
+    put(s.k, r_k[0], r_k[1]);
+    put(s.q, q[0], q[1]);
+    put(s.k_in, __fmul_rn(c[0], r_k[0]), __fmul_rn(c[1], r_k[1]));
+    put(s.k_out, __fmul_rn(rho[0], r_k[0]), __fmul_rn(rho[1], r_k[1]));
+    put(s.q_in, __fmul_rn(c[0], q[0]), __fmul_rn(c[1], q[1]));
     if (lane == 31) s.gamma = exp_of(G[1]);
     if (lane == 0) s.scale = scale;
   }
 };
 
+inline constexpr uint32_t kMinusInfinity = 0xff800000u;
+
 // By a warpgroup, behind the arrival of the tiles and scalars: P = scale tril(Q^ K^^T) . D to `p`, Z . D to where Z is.
-// q, k: [64][128] tiles of raw rows.
+// q, k: [64][128] tiles of raw rows. A thread reads what it needs of kBlocks blocks of 8 columns before it writes any,
+// so that their chains of loads and exponentials run side by side.
 __device__ __forceinline__ void make_squares(const char* q, const char* k, char* z, char* p, const Scalars& s,
                                              int thread) {
+  constexpr int kBlocks = 4;
   float sum[kChunk / 2];
   ptx::wgmma_fence();
   multiply<kHeadDim / 16>(sum, Operand<Along::kRows>(q, kSquareBytes), Operand<Along::kRows>(k, kSquareBytes), false);
   ptx::wgmma_commit();
   const int warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
-  ptx::wgmma_wait<0>();
-  ptx::settle(sum);
+  const float G_row[2] = {s.G[row], s.G[row + 8]}, q_row[2] = {s.q[row], s.q[row + 8]};
 #pragma unroll
-  for (int i = 0; i < kChunk / 8; ++i) {
-    ptx::hold_memory();
+  for (int first = 0; first < kChunk / 8; first += kBlocks) {
+    float2 G[kBlocks], by[kBlocks];
+    uint32_t packed[kBlocks][2];
 #pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      const int at = row + 8 * below, from = 8 * i + column;
-      uint32_t* to_p = reinterpret_cast<uint32_t*>(p + swizzled(at, from));
-      uint32_t* to_z = reinterpret_cast<uint32_t*>(z + swizzled(at, from));
-      float decay[2];
+    for (int i = 0; i < kBlocks; ++i) {
+      const int from = 8 * (first + i) + column;
+      G[i] = *reinterpret_cast<const float2*>(s.G + from);
+      by[i] = *reinterpret_cast<const float2*>(s.k + from);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
+      for (int below = 0; below < 2; ++below) {
+        packed[i][below] = *reinterpret_cast<const uint32_t*>(z + swizzled(row + 8 * below, from));
+      }
+    }
+    if (first == 0) {
+      ptx::wgmma_wait<0>();
+      ptx::settle(sum);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        const int at = row + 8 * below, from = 8 * (first + i) + column;
         // Selected before the exponential: above the diagonal the difference may be as large as it likes.
-        decay[e] = at >= from + e ? exp_of(__fsub_rn(s.G[at], s.G[from + e])) : 0.f;
+        const float low = exp_of(at >= from ? __fsub_rn(G_row[below], G[i].x) : __uint_as_float(kMinusInfinity));
+        const float high = exp_of(at > from ? __fsub_rn(G_row[below], G[i].y) : __uint_as_float(kMinusInfinity));
+        const float* value = sum + 4 * (first + i) + 2 * below;
+        const float p_low = __fmul_rn(__fmul_rn(value[0], __fmul_rn(q_row[below], by[i].x)), low);
+        const float p_high = __fmul_rn(__fmul_rn(value[1], __fmul_rn(q_row[below], by[i].y)), high);
+        const uint32_t two = packed[i][below];
+        *reinterpret_cast<uint32_t*>(z + swizzled(at, from)) = ptx::cvt_rn_bf16x2(
+            __fmul_rn(__uint_as_float(two << 16), low), __fmul_rn(__uint_as_float(two & 0xffff0000u), high));
+        *reinterpret_cast<uint32_t*>(p + swizzled(at, from)) =
+            ptx::cvt_rn_bf16x2(at >= from ? p_low : 0.f, at > from ? p_high : 0.f);
       }
-      const uint32_t packed = *to_z;
-      *to_z = ptx::cvt_rn_bf16x2(__fmul_rn(__uint_as_float(packed << 16), decay[0]),
-                                 __fmul_rn(__uint_as_float(packed & 0xffff0000u), decay[1]));
-      float value[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        value[e] = __fmul_rn(__fmul_rn(sum[4 * i + 2 * below + e], __fmul_rn(s.q[at], s.k[from + e])), decay[e]);
-        if (at < from + e) value[e] = 0.f;
-      }
-      *to_p = ptx::cvt_rn_bf16x2(value[0], value[1]);
     }
   }
 }

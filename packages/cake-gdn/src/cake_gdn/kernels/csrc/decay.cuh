@@ -42,7 +42,7 @@ struct OfColumns {
 // is exactly 0, and there is no branch around it that would keep elements from being worked on side by side.
 __device__ __forceinline__ float decay(bool wanted, float G_row, float G_column) {
   const float exponent = __fmul_rn(__fsub_rn(G_row, G_column), kLog2E);
-  return ptx::ex2_approx_ftz(wanted ? exponent : __uint_as_float(0xff800000u));
+  return ptx::ex2_approx_ftz(wanted ? exponent : __uint_as_float(kMinusInfinity));
 }
 
 }  // namespace cake::gdn

@@ -15,7 +15,7 @@ namespace {
 template <int kWalkers>
 __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalkers>& shared, const Walk& walk,
                                               int warpgroup) {
-  const Walker me(shared.staging[warpgroup], warpgroup);
+  const Walker<kWalkers> me(shared, warpgroup);
   const int column = walk.column + kColumns * warpgroup;  // first value column of this warpgroup
   const int value = column + 16 * me.warp + me.lane / 4;  // of d[0]; 8 more for d[2]
   const int heads = p.in.heads;
@@ -30,11 +30,11 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     const Scalars& s = shared.scalars[at_stage];
     const int rows = walk.rows(chunk);
     const int64_t t = walk.token(chunk);
-    ptx::mbarrier_wait(&shared.full[at_stage], visit / kStages % 2);
-
     uint32_t after[kHeadDim / 16][4];  // bf16(dS'^T)
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) to_operand(dS, step, after[step]);
+    if constexpr (Walker<kWalkers>::kStateInTiles) me.stage_state(after);
+    ptx::mbarrier_wait(&shared.full[at_stage], visit / kStages % 2);
     const float gamma = s.gamma;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dS[i] = __fmul_rn(dS[i], gamma);  // while no product is on its way
@@ -42,18 +42,11 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     const Operand<Along::kColumns> dO(stage.x[warpgroup], kSquareBytes);
     float dU[kChunk / 2];
     ptx::wgmma_fence();
-    multiply<kHeadDim / 16>(dU, after, Operand<Along::kRows>(stage.k, kSquareBytes), false);
+    me.times_state(dU, after, Operand<Along::kRows>(stage.k, kSquareBytes));
     ptx::wgmma_commit();
     multiply<kChunk / 16>(dS, dO, Operand<Along::kColumns>(stage.q, kSquareBytes), true);
     ptx::wgmma_commit();
-    char* tape =
-        static_cast<char*>(p.states) +
-        2 * (((walk.segment.chunk + chunk) * static_cast<int64_t>(heads) + walk.head) * kState + column * kHeadDim);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      me.stage(after, half);
-      me.copy_out(tape + half * kTileRowBytes, 2 * kHeadDim, kColumns);
-    }
+    me.send_state(tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column), after);
     ptx::wgmma_wait<1>();
     ptx::settle(dU);
     scale_columns(dU, s.k_out, me.lane);
@@ -72,9 +65,12 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     ptx::wgmma_wait<0>();
     ptx::settle(dU);
 
-    me.stage_transposed(dU);
+    me.claim();
+    me.stage_transposed(dU, 2);
+    me.reuse();
+    me.meet();
     me.copy_out(static_cast<char*>(p.e) + t * row_bytes + 2 * (static_cast<int64_t>(walk.head) * kHeadDim + column),
-                row_bytes, rows);
+                row_bytes, rows, 2);
     scale_columns(dU, s.b, me.lane);  // dV
 #pragma unroll
     for (int i = 0; i < kChunk / 8; ++i) {  // - c r_k o dV
@@ -88,12 +84,15 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     ptx::wgmma_fence();
     multiply<kChunk / 16>(dS, a, Operand<Along::kColumns>(stage.k, kSquareBytes), true);
     ptx::wgmma_commit();
-    me.stage_transposed(dU);
-    me.copy_out(const_cast<char*>(row_of(p.dv, t, walk.head)) + 2 * column, p.dv.token_bytes, rows);
+    me.claim();
+    me.stage_transposed(dU, 3);
+    me.meet();
+    me.copy_out(const_cast<char*>(row_of(p.dv, t, walk.head)) + 2 * column, p.dv.token_bytes, rows, 3);
     ptx::wgmma_wait<0>();
     ptx::settle(dS);
     ptx::mbarrier_arrive(&shared.empty[at_stage]);
   }
+  me.reuse();
   store_state(p.entering, walk.segment.entering, walk.head, heads, value, me.lane, dS);
 }
 

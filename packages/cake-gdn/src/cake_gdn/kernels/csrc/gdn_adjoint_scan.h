@@ -11,7 +11,7 @@ struct AdjointScan {
   ScanOperands in;     // x: dO
   HeadRows dv;         // written
   void* e;             // E, [T][HV][128] BF16 dense: the adjoint of U
-  void* states;        // dS', [chunks][HV][128 values][128 keys] BF16: the adjoint of the state after each chunk
+  void* states;        // dS', [chunks][HV] in tiles (chunk.cuh): the adjoint of the state after each chunk
   StateRows leaving;   // adjoints of the states that leave the segments: rows Segment::leaving
   StateRows entering;  // written: those of the states that enter them: rows Segment::entering
 };

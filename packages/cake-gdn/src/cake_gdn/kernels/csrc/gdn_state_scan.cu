@@ -12,7 +12,7 @@ namespace {
 template <int kWalkers, bool kOutput, bool kTapes>
 __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>& shared, const Walk& walk,
                                             int warpgroup) {
-  const Walker me(shared.staging[warpgroup], warpgroup);
+  const Walker<kWalkers> me(shared, warpgroup);
   const int column = walk.column + kColumns * warpgroup;  // first value column of this warpgroup
   const int value = column + 16 * me.warp + me.lane / 4;  // of d[0]; 8 more for d[2]
   const int heads = p.in.heads;
@@ -27,32 +27,25 @@ __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>
     const Scalars& s = shared.scalars[at_stage];
     const int rows = walk.rows(chunk);
     const int64_t to = walk.token(chunk) * row_bytes + 2 * (static_cast<int64_t>(walk.head) * kHeadDim + column);
-    ptx::mbarrier_wait(&shared.full[at_stage], chunk / kStages % 2);
-
     uint32_t before[kHeadDim / 16][4];  // bf16(S^T)
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) to_operand(S, step, before[step]);
+    if constexpr (Walker<kWalkers>::kStateInTiles) me.stage_state(before);
+    ptx::mbarrier_wait(&shared.full[at_stage], chunk / kStages % 2);
     const float gamma = s.gamma;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) S[i] = __fmul_rn(S[i], gamma);  // while no product is on its way
     const Operand<Along::kRows> k(stage.k, kSquareBytes), q(stage.q, kSquareBytes);
     float e[kChunk / 2], o[kChunk / 2];
     ptx::wgmma_fence();
-    multiply<kHeadDim / 16>(e, before, k, false);
+    me.times_state(e, before, k);
     ptx::wgmma_commit();
     if constexpr (kOutput) {
-      multiply<kHeadDim / 16>(o, before, q, false);
+      me.times_state(o, before, q);
       ptx::wgmma_commit();
     }
     if constexpr (kTapes) {
-      char* tape =
-          static_cast<char*>(p.states) +
-          2 * (((walk.segment.chunk + chunk) * static_cast<int64_t>(heads) + walk.head) * kState + column * kHeadDim);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        me.stage(before, half);
-        me.copy_out(tape + half * kTileRowBytes, 2 * kHeadDim, kColumns);
-      }
+      me.send_state(tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column), before);
     }
     // Two walking warpgroups fill each other's pauses and have fewer registers: they let go of `before` here.
     ptx::wgmma_wait<kOutput && kWalkers == 1 ? 1 : 0>();
@@ -88,27 +81,33 @@ __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>
     uint32_t moved[kChunk / 16][4];
     scaled_operands(e, s.b, s.k_out, me.lane, a, moved);  // U, rho r_k o U
     ptx::wgmma_fence();
+    multiply<kChunk / 16>(S, moved, Operand<Along::kColumns>(stage.k, kSquareBytes), true);
+    ptx::wgmma_commit();
     if constexpr (kOutput) {
       multiply<kChunk / 16>(o, a, Operand<Along::kRows>(stage.p, kSquareBytes), true);
       ptx::wgmma_commit();
     }
-    multiply<kChunk / 16>(S, moved, Operand<Along::kColumns>(stage.k, kSquareBytes), true);
-    ptx::wgmma_commit();
     if constexpr (kTapes) {
-      me.stage_transposed(e);
-      me.copy_out(static_cast<char*>(p.e) + to, row_bytes, rows);
-    }
-    if constexpr (kOutput) {
-      ptx::wgmma_wait<1>();
-      ptx::settle(o);
-      me.stage_transposed(o);
-      me.copy_out(static_cast<char*>(p.o) + to, row_bytes, rows);
+      me.claim();
+      me.stage_transposed(e, 2);
+      me.reuse();
+      me.meet();
+      me.copy_out(static_cast<char*>(p.e) + to, row_bytes, rows, 2);
     }
     ptx::wgmma_wait<0>();
     ptx::settle(S);
+    if constexpr (kOutput) ptx::settle(o);
     ptx::mbarrier_arrive(&shared.empty[at_stage]);
+    if constexpr (kOutput) {
+      const int tile = kTapes ? 3 : 2 + chunk % 2;  // without tapes this meeting is the only one of a chunk
+      me.claim();
+      me.stage_transposed(o, tile);
+      me.meet();
+      me.copy_out(static_cast<char*>(p.o) + to, row_bytes, rows, tile);
+    }
   }
 
+  me.reuse();
   store_state(p.leaving, walk.segment.leaving, walk.head, heads, value, me.lane, S);
 }
 

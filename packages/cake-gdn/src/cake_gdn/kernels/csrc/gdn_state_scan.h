@@ -11,7 +11,7 @@ struct StateScan {
   ScanOperands in;  // x: V
   void* o;          // [T][HV][128] BF16 dense, or null: only the tapes
   void* e;          // tape [T][HV][128] BF16 dense, or null: no tapes
-  void* states;     // tape [chunks][HV][128 values][128 keys] BF16, where e is
+  void* states;     // tape [chunks][HV] in tiles (chunk.cuh), where e is
   StateRows entering, leaving;
 };
 

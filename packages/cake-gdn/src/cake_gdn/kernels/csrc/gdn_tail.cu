@@ -28,6 +28,7 @@
 #include <cstddef>
 
 #include "cake/v1/launch.h"
+#include "cake/v1/ptx_bulk.cuh"
 #include "cake/v1/smem.cuh"
 #include "chunk.cuh"
 #include "decay.cuh"
@@ -38,8 +39,6 @@ namespace {
 
 constexpr int kThreads = 4 * kWarpgroup;
 constexpr unsigned kCtas = 132;                            // at most: the multiprocessors of an H200, of one CTA each
-constexpr int kStateTileBytes = kHeadDim * kTileRowBytes;  // [128][64]
-constexpr int kStateBytes = 2 * kStateTileBytes;
 constexpr int kWarps = kWarpgroup / 32;
 constexpr int kPsBarrier = 1;    // dPs is written: warpgroups 0 and 1
 constexpr int kTileBarrier = 2;  // no product of a tile is under way any more: warpgroups 0, 1 and 2
@@ -92,16 +91,6 @@ struct Shared {
 __device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
-}
-
-// [128][128] BF16 to two tiles of 128 rows, by a warpgroup.
-__device__ __forceinline__ void copy_state(char* tile, const void* from, int64_t state, int thread) {
-  const char* source = static_cast<const char*>(from) + state * kStateBytes;
-#pragma unroll 4
-  for (int i = 0; i < kStateBytes / 16 / kWarpgroup; ++i) {
-    const int at = i * kWarpgroup + thread, row = at / 16, piece = at % 16;
-    ptx::cp_async_16(tile + piece / 8 * kStateTileBytes + swizzled(row, piece % 8 * 8), source + at * 16, true);
-  }
 }
 
 __device__ __forceinline__ float sum_quad(float value) {
@@ -623,7 +612,7 @@ struct GateRows {
 __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
-  constexpr int kGateWarp = 1, kScalarWarp = 0;
+  constexpr int kScalarWarp = 0, kGateWarp = 1, kStateWarp = 2;
   const int64_t token = static_cast<int64_t>(p.heads) * kHeadDim * 2;
   Walk walk;
   GateRows before = {nullptr, 0.f, 0}, last = before;  // heads n - 1 and n - 2
@@ -633,10 +622,7 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
     const bool more = walk.advance(p);
     const Tile tile = walk.tile;
     const int head = walk.head(p);
-    if (n >= 2) {
-      ptx::mbarrier_wait(&shared.empty[stage], (n - 2) / 2 % 2);
-      if (warp == kGateWarp) gate_gradient(shared.sums[stage], last.gamma, last.dg, p.heads, last.rows);
-    }
+    if (n >= 2) ptx::mbarrier_wait(&shared.empty[stage], (n - 2) / 2 % 2);
     Pair pair;
     if (more) {
       const int64_t row = tile.first * token + static_cast<int64_t>(head) * kHeadDim * 2;
@@ -657,6 +643,9 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
       warp_arrive(&shared.dS_empty);
       warp_arrive(&shared.empty[other]);
     }
+    if (n >= 2 && warp == kGateWarp) {
+      gate_gradient(shared.sums[stage], last.gamma, last.dg, p.heads, last.rows);
+    }
     if (!more) {
       if (thread == 0) shared.tiles[stage].rows = 0;
       warp_arrive(&shared.full[stage]);
@@ -666,12 +655,17 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
       }
       return;
     }
-    const int64_t state = static_cast<int64_t>(tile.chunk) * p.heads + head;
-    ptx::mbarrier_wait(&shared.S_empty, (n + 1) % 2);
-    copy_state(shared.S, p.states, state, thread);
-    ptx::mbarrier_wait(&shared.dS_empty, (n + 1) % 2);
-    copy_state(shared.dS, p.adjoints, state, thread);
-    ptx::cp_async_commit();
+    if (warp == kStateWarp) {
+      const int64_t state = (static_cast<int64_t>(tile.chunk) * p.heads + head) * kStateBytes;
+      ptx::mbarrier_wait(&shared.S_empty, (n + 1) % 2);
+      if (thread % 32 == 0) {
+        ptx::bulk_load(shared.S, static_cast<const char*>(p.states) + state, kStateBytes, &shared.S_full);
+      }
+      ptx::mbarrier_wait(&shared.dS_empty, (n + 1) % 2);
+      if (thread % 32 == 0) {
+        ptx::bulk_load(shared.dS, static_cast<const char*>(p.adjoints) + state, kStateBytes, &shared.dS_full);
+      }
+    }
     if (walk.member == 0) {
       ptx::mbarrier_wait(&shared.keys_empty, (tiles + 1) % 2);
       copy_rows<16>(shared.q, row_of(p.q, tile.first, tile.key_head), p.q.token_bytes, tile.rows, thread);
@@ -681,16 +675,14 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
     ptx::cp_async_commit();
     if (warp == kScalarWarp) pair.to(shared.scalars[stage], p.scale);
     if (thread == 0) shared.tiles[stage] = tile;
-    ptx::cp_async_wait<2>();
-    ptx::fence_proxy_async();
-    warp_arrive(&shared.full[stage]);
     ptx::cp_async_wait<1>();
     ptx::fence_proxy_async();
-    warp_arrive(&shared.S_full);
-    warp_arrive(&shared.dS_full);
-    ptx::cp_async_wait<0>();
-    ptx::fence_proxy_async();
-    if (walk.member == 0) warp_arrive(&shared.keys_full);
+    warp_arrive(&shared.full[stage]);
+    if (walk.member == 0) {
+      ptx::cp_async_wait<0>();
+      ptx::fence_proxy_async();
+      warp_arrive(&shared.keys_full);
+    }
     last = before;
     before = {p.dg + tile.first * static_cast<int64_t>(p.heads) + head, 0.f, tile.rows};
   }
@@ -703,9 +695,9 @@ __global__ __launch_bounds__(kThreads, 1) void gdn_tail(const __grid_constant__ 
       ptx::mbarrier_init(&shared.full[i], kWarps);
       ptx::mbarrier_init(&shared.empty[i], 4 * kWarps);
     }
-    ptx::mbarrier_init(&shared.S_full, kWarps);
+    ptx::mbarrier_init(&shared.S_full, 1);
     ptx::mbarrier_init(&shared.S_empty, 3 * kWarps);
-    ptx::mbarrier_init(&shared.dS_full, kWarps);
+    ptx::mbarrier_init(&shared.dS_full, 1);
     ptx::mbarrier_init(&shared.dS_empty, 2 * kWarps);
     ptx::mbarrier_init(&shared.keys_full, kWarps);
     ptx::mbarrier_init(&shared.keys_empty, 3 * kWarps);

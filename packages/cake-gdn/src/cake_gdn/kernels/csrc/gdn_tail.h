@@ -11,7 +11,7 @@ struct Tail {
   HeadRows q, k, dO;
   Gates gates;
   const void *e, *E;              // [T][HV][128] BF16 dense: delta errors of the forward, adjoints of U
-  const void *states, *adjoints;  // [chunks][HV][128 values][128 keys] BF16: S before, dS' after each chunk
+  const void *states, *adjoints;  // [chunks][HV] states in tiles (chunk.cuh): S before, dS' after each chunk
   HeadRows dq, dk;                // written
   float* dg;                      // [T][HV] dense
   void* dbeta;                    // [T][HV] dense, FP32 or BF16

@@ -10,13 +10,14 @@
 //
 //   shared memory, bytes; w walking warpgroups
 //   3 * (16384 + 16384 + 8192 w + 8192 + 8192)   stages: K, Q, V or dO, Z (then Z . D), P
-//   8192 w                                       staging of what leaves, 64 x 64 BF16
+//   8192 w * (w = 1: 4, w = 2: 1)                staging of what leaves, 64 x 64 BF16
 //   3 * 1796, 6 * 8                              scalars, barriers
 #pragma once
 
 #include <cstdint>
 
 #include "cake/v1/launch.h"
+#include "cake/v1/ptx_bulk.cuh"
 #include "chunk.cuh"
 
 namespace cake::gdn {
@@ -34,10 +35,15 @@ struct Stage {
   char k[kRowsBytes], q[kRowsBytes], x[kWalkers][kSquareBytes], z[kSquareBytes], p[kSquareBytes];
 };
 
+// Staging tiles of a walking warpgroup: two for the state before a chunk, one each for the rows of a chunk that leave.
+// Two walking warpgroups have room for one tile each, which all of them use in turn.
+inline constexpr int kLeaving = 4;
+constexpr int staging_tiles(int walkers) { return walkers == 1 ? kLeaving : 1; }
+
 template <int kWalkers>
 struct Shared {
   Stage<kWalkers> stages[kStages];
-  char staging[kWalkers][kSquareBytes];
+  char staging[kWalkers][staging_tiles(kWalkers)][kSquareBytes];
   Scalars scalars[kStages];
   uint64_t full[kStages], empty[kStages];
 };
@@ -138,55 +144,112 @@ __device__ __forceinline__ void prepare(const ScanOperands& p, Shared<kWalkers>&
   ptx::cp_async_wait<0>();
 }
 
-// A walking warpgroup's thread, and how it lets values out.
+// A walking warpgroup's thread, and how it lets values out: through staging tiles, number 0 and 1 for the halves of a
+// state, 2 and 3 for rows. Between claim and the copies out of a tile its threads meet once.
+template <int kWalkers>
 struct Walker {
+  static constexpr int kTiles = staging_tiles(kWalkers);
   int thread, warp, lane;
   int barrier;
-  char* staging;  // of this warpgroup
+  char* tiles;
 
-  __device__ __forceinline__ Walker(char* staging, int warpgroup)
+  __device__ __forceinline__ Walker(Shared<kWalkers>& shared, int warpgroup)
       : thread(static_cast<int>(threadIdx.x) % kWarpgroup),
         warp(thread / 32),
         lane(thread % 32),
         barrier(kWalkBarrier + warpgroup),
-        staging(staging) {}
+        tiles(shared.staging[warpgroup][0]) {}
 
-  // Rows of `rows` x 64 BF16 in the staging tile -> 128 bytes of each of `rows` rows in memory, `row_bytes` apart.
-  __device__ __forceinline__ void copy_out(char* to, int64_t row_bytes, int rows) const {
-    ptx::bar_sync(barrier, kWarpgroup);
-#pragma unroll
-    for (int i = 0; i < kChunk * 8 / kWarpgroup; ++i) {
-      const int at = i * kWarpgroup + thread, row = at / 8, piece = at % 8;
-      const uint4 value = *reinterpret_cast<const uint4*>(staging + swizzled(row, 8 * piece));
-      ptx::store_if(reinterpret_cast<uint4*>(to + row * row_bytes + 16 * piece), value, row < rows);
-    }
-    ptx::bar_sync(barrier, kWarpgroup);
+  // Whether products read the state from its tiles: issuing one whose operand is in registers takes a warpgroup as long
+  // as the product itself. Two walking warpgroups fill each other's pauses, and have no room for the tiles.
+  static constexpr bool kStateInTiles = kTiles > 1;
+
+  __device__ __forceinline__ char* tile(int number) const { return tiles + number % kTiles * kSquareBytes; }
+  __device__ __forceinline__ void meet() const { ptx::bar_sync(barrier, kWarpgroup); }
+
+  // Before a tile is written that every use shares. With a tile for each, the threads have met behind the last use of
+  // it: at the meetings of other tiles, before one of which reuse() was called.
+  __device__ __forceinline__ void claim() const {
+    if constexpr (kTiles > 1) return;
+    reuse();
+    meet();
+  }
+  __device__ __forceinline__ void reuse() const {
+    if (thread == 0) ptx::bulk_wait_read<0>();
   }
 
-  // A sum [64 values][64 tokens] to [token][value].
-  __device__ __forceinline__ void stage_transposed(const float (&sum)[kChunk / 2]) const {
+  // Register operands of k-steps 4 half .. 4 half + 3 of a [64 values][128 keys] sum: keys 64 half and on, to a tile
+  // [value][key], which leaves for `to` as it is.
+  __device__ __forceinline__ void stage(const uint32_t (&a)[kHeadDim / 16][4], int half) const {
+    const int matrix = lane / 8;  // values + 8 * (matrix % 2), keys + 8 * (matrix / 2)
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      ptx::stmatrix_x4(tile(half) + swizzled(16 * warp + lane % 8 + 8 * (matrix % 2), 16 * step + 8 * (matrix / 2)),
+                       a[4 * half + step]);
+    }
+  }
+  // A whole state to its tiles; the threads have met.
+  __device__ __forceinline__ void stage_state(const uint32_t (&a)[kHeadDim / 16][4]) const {
+    stage(a, 0);
+    stage(a, 1);
+    ptx::fence_proxy_async();
+    meet();
+  }
+  // The state, and its product with an operand [n][128 keys] in tiles.
+  template <int N>
+  __device__ __forceinline__ void times_state(float (&sum)[N], const uint32_t (&a)[kHeadDim / 16][4],
+                                              const Operand<Along::kRows>& by) const {
+    if constexpr (kStateInTiles) {
+      multiply<kHeadDim / 16>(sum, Operand<Along::kRows>(tile(0), kSquareBytes), by, false);
+    } else {
+      multiply<kHeadDim / 16>(sum, a, by, false);
+    }
+  }
+  __device__ __forceinline__ void send(char* tape, int half) const {
+    if (thread != 0) return;
+    ptx::bulk_store(tape + half * kStateTileBytes, tile(half), kSquareBytes);
+    ptx::bulk_commit();
+  }
+  // The state to `tape`, behind stage_state or in its own time.
+  __device__ __forceinline__ void send_state(char* tape, const uint32_t (&a)[kHeadDim / 16][4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (!kStateInTiles) {
+        claim();
+        stage(a, half);
+        ptx::fence_proxy_async();
+        meet();
+      }
+      send(tape, half);
+    }
+  }
+
+  // A sum [64 values][64 tokens] to a tile [token][value].
+  __device__ __forceinline__ void stage_transposed(const float (&sum)[kChunk / 2], int number) const {
 #pragma unroll
     for (int i = 0; i < kChunk / 8; i += 2) {
       uint32_t r[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) r[j] = ptx::cvt_rn_bf16x2(sum[4 * i + 2 * j], sum[4 * i + 2 * j + 1]);
       const int matrix = lane / 8;  // 0, 1: tokens 8 i and on, values + 0, + 8; 2, 3: the next 8 tokens
-      ptx::stmatrix_x4_trans(staging + swizzled(8 * (i + matrix / 2) + lane % 8, 16 * warp + 8 * (matrix % 2)), r);
+      ptx::stmatrix_x4_trans(tile(number) + swizzled(8 * (i + matrix / 2) + lane % 8, 16 * warp + 8 * (matrix % 2)), r);
     }
   }
-
-  // Register operands of k-steps 4 half .. 4 half + 3 of a [64 values][128 keys] sum to [value][key].
-  __device__ __forceinline__ void stage(const uint32_t (&a)[kHeadDim / 16][4], int half) const {
+  // The tile to 128 bytes of each of `rows` rows in memory, `row_bytes` apart.
+  __device__ __forceinline__ void copy_out(char* to, int64_t row_bytes, int rows, int number) const {
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int row = 16 * warp + lane / 4 + 8 * (j % 2), column = 16 * step + 2 * (lane % 4) + 8 * (j / 2);
-        *reinterpret_cast<uint32_t*>(staging + swizzled(row, column)) = a[4 * half + step][j];
-      }
+    for (int i = 0; i < kChunk * 8 / kWarpgroup; ++i) {
+      const int at = i * kWarpgroup + thread, row = at / 8, piece = at % 8;
+      const uint4 value = *reinterpret_cast<const uint4*>(tile(number) + swizzled(row, 8 * piece));
+      ptx::store_if(reinterpret_cast<uint4*>(to + row * row_bytes + 16 * piece), value, row < rows);
     }
   }
 };
+
+// Where the state of a chunk and head is kept from value `column` on: in tiles, as shared memory has them (chunk.cuh).
+__device__ __forceinline__ char* tape_of(void* states, int64_t chunk, int heads, int head, int column) {
+  return static_cast<char*>(states) + (chunk * heads + head) * kStateBytes + column * kTileRowBytes;
+}
 
 template <int N>
 __device__ __forceinline__ void scale_columns(float (&sum)[N], const float* by, int lane) {

@@ -35,10 +35,10 @@ struct Lane {
   std::unique_ptr<char[]> stack;
   std::vector<Copy> open;                // asynchronous copies of no group yet
   std::deque<std::vector<Copy>> groups;  // that have not arrived, oldest first
-  std::vector<Store> stores;  // of no group yet
+  std::vector<Store> stores;             // of no group yet
   std::deque<std::vector<Store>> store_groups;
-  const void* waits_for = nullptr;       // a Gate or an mbarrier, or null: ready
-  unsigned gifts = 0;                    // calls of give()
+  const void* waits_for = nullptr;  // a Gate or an mbarrier, or null: ready
+  unsigned gifts = 0;               // calls of give()
   bool done = false;
 };
 
@@ -59,8 +59,8 @@ struct Cta {
   std::vector<Slot> slots;         // two per lane, used in turn
   std::vector<char> dynamic_smem;
   size_t dynamic_bytes = 0;
-  int arrivals = 0;                   // copies still to come that arrive at an mbarrier
-  uint32_t serial = 0;                // of this CTA among all
+  int arrivals = 0;                                    // copies still to come that arrive at an mbarrier
+  uint32_t serial = 0;                                 // of this CTA among all
   void (*proxy_wrote)(const void*, size_t) = nullptr;  // told of blocks that were loaded
   const char* (*at_end)() = nullptr;  // what is wrong with the asynchronous products of all lanes, or null
   ucontext_t scheduler;

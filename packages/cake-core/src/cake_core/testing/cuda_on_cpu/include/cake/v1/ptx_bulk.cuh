@@ -9,9 +9,7 @@ namespace cake::ptx {
 inline void bulk_load(void* shared, const void* global, int bytes, uint64_t* barrier) {
   cuda_on_cpu::load_bulk(shared, global, bytes, barrier);
 }
-inline void bulk_store(void* global, const void* shared, int bytes) {
-  cuda_on_cpu::store_bulk(global, shared, bytes);
-}
+inline void bulk_store(void* global, const void* shared, int bytes) { cuda_on_cpu::store_bulk(global, shared, bytes); }
 inline void bulk_commit() { cuda_on_cpu::commit_stores(); }
 template <int kPending>
 void bulk_wait_read() {
