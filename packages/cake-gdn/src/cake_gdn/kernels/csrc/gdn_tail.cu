@@ -38,15 +38,16 @@ namespace cake::gdn {
 namespace {
 
 constexpr int kThreads = 4 * kWarpgroup;
-constexpr unsigned kCtas = 132;                            // at most: the multiprocessors of an H200, of one CTA each
+constexpr unsigned kCtas = 132;  // at most: the multiprocessors of an H200, of one CTA each
 constexpr int kWarps = kWarpgroup / 32;
 constexpr int kPsBarrier = 1;    // dPs is written: warpgroups 0 and 1
 constexpr int kTileBarrier = 2;  // no product of a tile is under way any more: warpgroups 0, 1 and 2
 constexpr int kPartBarrier = 3;  // a part of dK^ is written: warpgroups 1 and 2
 constexpr int kOutBarrier = 4;   // + 1 for dk: a tile is ready to leave
+constexpr int kWBarrier = 6;     // W is written: warpgroup 1
 constexpr int kSums = kHeadDim / 2;
 constexpr int kGroup = 2;                           // blocks of 8 columns whose elements are worked on side by side
-constexpr int kRegisters[4] = {160, 160, 152, 40};  // of 512 for four threads
+constexpr int kRegisters[4] = {160, 160, 144, 48};  // of 512 for four threads
 
 // Row and column sums of a part of s, the derivative with respect to the decays.
 struct Sums {
@@ -350,14 +351,17 @@ __device__ __forceinline__ void gram(Shared& shared, const Head& head, const Pla
     if (row % 8 / 2 != at.column / 2 || row >= rows) continue;
     store_element(p.dbeta, (first + row) * p.heads + number, dbeta[below], p.dbeta_fp32);
   }
-  ptx::bar_sync(kPsBarrier, 2 * kWarpgroup);  // dPs, and W of all warps
+  ptx::bar_sync(kWBarrier, kWarpgroup);
   ptx::wgmma_fence();
   multiply<kChunk / 16>(dK, W, k_columns, true);
   multiply<kChunk / 16>(dK, Operand<Along::kColumns>(shared.W, kSquareBytes), k_columns, true);
+  ptx::wgmma_commit();
+  sum_up(F, at, head.sums.of_gram);
+  ptx::bar_sync(kPsBarrier, 2 * kWarpgroup);
+  ptx::wgmma_fence();
   multiply<kChunk / 16>(dK, Operand<Along::kColumns>(shared.dPs, kSquareBytes),
                         Operand<Along::kColumns>(shared.q, kSquareBytes), true);
   ptx::wgmma_commit();
-  sum_up(F, at, head.sums.of_gram);
   ptx::wgmma_wait<0>();
   ptx::settle(dK);
   warp_arrive(&shared.squares_empty);
@@ -388,23 +392,37 @@ __device__ __forceinline__ void states(Shared& shared, const Head& head, const P
   }
 }
 
-// <S, dS'> of a head, by warpgroup 3: what each warp has of it.
-__device__ __forceinline__ void multiply_states(const Shared& shared, int thread, float (&z)[kWarps]) {
-  float sums[4] = {0.f, 0.f, 0.f, 0.f};  // of elements 2 i and 2 i + 1 of a piece of 16 bytes
-#pragma unroll 2
-  for (int i = 0; i < kStateBytes / 16 / kWarpgroup; ++i) {
-    float x[kVec], y[kVec];
-    widen(reinterpret_cast<const uint4*>(shared.S)[i * kWarpgroup + thread], x);
-    widen(reinterpret_cast<const uint4*>(shared.dS)[i * kWarpgroup + thread], y);
+// <S, dS'> of a head, by warpgroup 3: what each warp has of it, 32 values. The diagonal of products of 16 rows of S
+// with the same rows of dS': a warp's tensor core multiplies eight times as much as that for a fraction of the
+// instructions.
+__device__ __forceinline__ void multiply_states(const Shared& shared, const Place& at, float (&z)[kWarps]) {
+  float sum = 0.f;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {  // 16 values each: all at once would take too many registers
+    float sums[2][4] = {};                // upper and lower 8 rows of dS'
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) sums[e / 2] = __fmaf_rn(x[e], y[e], sums[e / 2]);
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const int place = step / 4 * kStateTileBytes +
+                        swizzled(32 * at.warp + 16 * half + at.lane % 16, 16 * (step % 4) + 8 * (at.lane / 16));
+      uint32_t x[4], y[4];
+      ptx::ldmatrix_x4(x, shared.S + place);
+      ptx::ldmatrix_x4(y, shared.dS + place);
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        const uint32_t rows[2] = {y[below], y[2 + below]};
+        ptx::mma_m16n8k16_bf16(sums[below], x, rows);
+      }
+    }
+    // Row and column lane / 4 of these products.
+    const bool odd = at.lane / 4 % 2 != 0;
+    sum = __fadd_rn(sum, __fadd_rn(odd ? sums[0][1] : sums[0][0], odd ? sums[1][3] : sums[1][2]));
   }
-  float sum = __fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3]));
+  if (at.lane / 8 != at.lane % 4) sum = 0.f;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
     sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, distance));
   }
-  if (thread % 32 == 0) z[thread / 32] = sum;
+  if (at.lane == 0) z[at.warp] = sum;
 }
 
 // dg of a chunk and value head, by one warp, two tokens a lane: sums over lanes by doubling distances.
@@ -581,6 +599,9 @@ struct Walk {
   Tile tile = {0, 0, 0, 0};
   int member = 0;
   unsigned next = blockIdx.x;  // tile
+  Chunk entry = {0, 0};        // of the table: of the next tile, so that nobody waits for it
+
+  __device__ __forceinline__ explicit Walk(const Tail& p) { look(p); }
 
   // To the next head; false: there is none, and the tile has no rows.
   __device__ __forceinline__ bool advance(const Tail& p) {
@@ -588,16 +609,22 @@ struct Walk {
     member = 0;
     tile.rows = 0;
     const unsigned key_heads = static_cast<unsigned>(p.key_heads);
-    const unsigned tiles = static_cast<unsigned>(p.chunk_count) * key_heads;
-    while (tile.rows == 0 && next < tiles) {
-      const unsigned chunk = next / key_heads;
-      const Chunk entry = p.chunks[chunk];
-      tile = {entry.first, entry.rows, static_cast<int32_t>(chunk), static_cast<int32_t>(next % key_heads)};
+    while (tile.rows == 0 && next < tiles(p)) {
+      tile = {entry.first, entry.rows, static_cast<int32_t>(next / key_heads), static_cast<int32_t>(next % key_heads)};
       next += gridDim.x;
+      look(p);
     }
     return tile.rows != 0;
   }
   __device__ __forceinline__ int head(const Tail& p) const { return tile.key_head * (p.heads / p.key_heads) + member; }
+
+ private:
+  __device__ __forceinline__ static unsigned tiles(const Tail& p) {
+    return static_cast<unsigned>(p.chunk_count) * static_cast<unsigned>(p.key_heads);
+  }
+  __device__ __forceinline__ void look(const Tail& p) {
+    if (next < tiles(p)) entry = p.chunks[next / static_cast<unsigned>(p.key_heads)];
+  }
 };
 
 // Where dg of a head goes.
@@ -614,7 +641,7 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
   const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
   constexpr int kScalarWarp = 0, kGateWarp = 1, kStateWarp = 2;
   const int64_t token = static_cast<int64_t>(p.heads) * kHeadDim * 2;
-  Walk walk;
+  Walk walk(p);
   GateRows before = {nullptr, 0.f, 0}, last = before;  // heads n - 1 and n - 2
   int tiles = 0;
   for (int n = 0;; ++n) {
@@ -638,7 +665,7 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
       before.gamma = shared.scalars[other].gamma;
       ptx::mbarrier_wait(&shared.S_full, (n - 1) % 2);
       ptx::mbarrier_wait(&shared.dS_full, (n - 1) % 2);
-      multiply_states(shared, thread, shared.sums[other].z);
+      multiply_states(shared, Place(thread), shared.sums[other].z);
       warp_arrive(&shared.S_empty);
       warp_arrive(&shared.dS_empty);
       warp_arrive(&shared.empty[other]);
@@ -666,19 +693,17 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
         ptx::bulk_load(shared.dS, static_cast<const char*>(p.adjoints) + state, kStateBytes, &shared.dS_full);
       }
     }
-    if (walk.member == 0) {
-      ptx::mbarrier_wait(&shared.keys_empty, (tiles + 1) % 2);
-      copy_rows<16>(shared.q, row_of(p.q, tile.first, tile.key_head), p.q.token_bytes, tile.rows, thread);
-      copy_rows<16>(shared.k, row_of(p.k, tile.first, tile.key_head), p.k.token_bytes, tile.rows, thread);
-      ++tiles;
-    }
-    ptx::cp_async_commit();
     if (warp == kScalarWarp) pair.to(shared.scalars[stage], p.scale);
     if (thread == 0) shared.tiles[stage] = tile;
-    ptx::cp_async_wait<1>();
+    ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
     warp_arrive(&shared.full[stage]);
     if (walk.member == 0) {
+      ptx::mbarrier_wait(&shared.keys_empty, (tiles + 1) % 2);
+      ++tiles;
+      copy_rows<16>(shared.q, row_of(p.q, tile.first, tile.key_head), p.q.token_bytes, tile.rows, thread);
+      copy_rows<16>(shared.k, row_of(p.k, tile.first, tile.key_head), p.k.token_bytes, tile.rows, thread);
+      ptx::cp_async_commit();
       ptx::cp_async_wait<0>();
       ptx::fence_proxy_async();
       warp_arrive(&shared.keys_full);
