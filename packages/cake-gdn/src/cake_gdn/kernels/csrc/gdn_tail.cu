@@ -47,7 +47,7 @@ constexpr int kOutBarrier = 4;   // + 1 for dk: a tile is ready to leave
 constexpr int kWBarrier = 6;     // W is written: warpgroup 1
 constexpr int kSums = kHeadDim / 2;
 constexpr int kGroup = 2;                           // blocks of 8 columns whose elements are worked on side by side
-constexpr int kRegisters[4] = {160, 160, 144, 48};  // of 512 for four threads
+constexpr int kRegisters[4] = {168, 168, 128, 48};  // of 512 for four threads
 
 // Row and column sums of a part of s, the derivative with respect to the decays.
 struct Sums {
@@ -155,26 +155,32 @@ struct Dots {
   __device__ __forceinline__ float of(int below) const { return sum_quad(__fadd_rn(sum[below][0], sum[below][1])); }
 };
 
-// d, its rows scaled by `factor`, is added to `total`; its dots with x, times `by`, go to `out`. d is used up.
-__device__ __forceinline__ void add_rows(float (&d)[kSums], const float (&factor)[2], const char* x, const Place& at,
-                                         float (&total)[kSums], const float (&by)[kChunk], float (&out)[kChunk]) {
-  Dots dots;
+// d, its rows scaled by `factor`, is added to `total` from `column` on and to the dots with x, a [64][128] tile. d is
+// used up.
+template <int N>
+__device__ __forceinline__ void add_rows(float (&d)[N], const float (&factor)[2], const char* x, int column,
+                                         const Place& at, float (&total)[kSums], Dots& dots) {
   constexpr int kBatch = 2;  // loads under way
 #pragma unroll
-  for (int first = 0; first < kHeadDim / 16; first += kBatch) {
+  for (int first = 0; first < N / 8; first += kBatch) {
     uint32_t pairs[kBatch][4];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) load_pairs(x, 2 * (first + i), at, pairs[i]);
+    for (int i = 0; i < kBatch; ++i) load_pairs(x, column / 8 + 2 * (first + i), at, pairs[i]);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
       for (int n = 8 * (first + i); n < 8 * (first + i + 1); ++n) {
         d[n] = __fmul_rn(d[n], factor[n % 4 / 2]);
-        total[n] = __fadd_rn(total[n], d[n]);
+        total[column / 2 + n] = __fadd_rn(total[column / 2 + n], d[n]);
       }
       dots.add(pairs[i], d + 8 * (first + i));
     }
   }
+}
+
+// Dots times `by` of the row.
+__device__ __forceinline__ void store_dots(const Dots& dots, const float (&by)[kChunk], const Place& at,
+                                           float (&out)[kChunk]) {
 #pragma unroll
   for (int below = 0; below < 2; ++below) {
     const int row = at.row + 8 * below;
@@ -215,11 +221,10 @@ struct Head {
 };
 
 // Warpgroup 0, one value head.
-__device__ __forceinline__ void scores(Shared& shared, const Head& head, const Place& at, float (&dQ)[kSums]) {
+__device__ __forceinline__ void scores(Shared& shared, const Head& head, const Place& at, float scale,
+                                       float (&dQ)[kSums]) {
   const Scalars& s = head.s;
   const Operand<Along::kRows> dO(head.rows.dO, kSquareBytes);
-  const OfRows q(s.q, at);
-  const float scale = s.scale;
   {
     float dQi[kSums];
     ptx::mbarrier_wait(&shared.S_full, head.parity);
@@ -232,7 +237,9 @@ __device__ __forceinline__ void scores(Shared& shared, const Head& head, const P
     ptx::settle(dQi);
     warp_arrive(&shared.S_empty);
     ptx::mbarrier_wait(&shared.keys_full, head.keys_parity);
-    add_rows(dQi, factor, shared.q, at, dQ, s.r_q, head.sums.a_q);
+    Dots dots;
+    add_rows(dQi, factor, shared.q, 0, at, dQ, dots);
+    store_dots(dots, s.r_q, at, head.sums.a_q);
   }
 
   float F[kChunk / 2], QK[kChunk / 2];
@@ -246,7 +253,7 @@ __device__ __forceinline__ void scores(Shared& shared, const Head& head, const P
   ptx::settle(F);
   ptx::settle(QK);
   uint32_t dPs[kChunk / 16][4];
-  const OfRows G(s.G, at);
+  const OfRows G(s.G, at), q(s.q, at);
 #pragma unroll
   for (int first = 0; first < kChunk / 8; first += kGroup) {
     Columns by;
@@ -373,22 +380,30 @@ __device__ __forceinline__ void states(Shared& shared, const Head& head, const P
   const OfRows b(s.b, at);
 #pragma unroll
   for (int which = 0; which < 2; ++which) {  // E S^T, then e dS'^T
-    float part[kSums], factor[2];
-    ptx::mbarrier_wait(which == 0 ? &shared.S_full : &shared.dS_full, head.parity);
-    ptx::wgmma_fence();
-    multiply<kHeadDim / 16>(part, Operand<Along::kRows>(which == 0 ? head.rows.E : head.rows.e, kSquareBytes),
-                            Operand<Along::kColumns>(which == 0 ? shared.S : shared.dS, kStateTileBytes), false);
-    ptx::wgmma_commit();
     const OfRows decay(which == 0 ? s.c : s.rho, at);
+    float factor[2];
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       factor[below] = __fmul_rn(which == 0 ? -decay.by[below] : decay.by[below], b.by[below]);
     }
-    ptx::wgmma_wait<0>();
-    ptx::settle(part);
-    warp_arrive(which == 0 ? &shared.S_empty : &shared.dS_empty);
-    if (which == 0) ptx::mbarrier_wait(&shared.keys_full, head.keys_parity);
-    add_rows(part, factor, shared.k, at, dK, s.k, which == 0 ? head.sums.a_k : head.sums.x);
+    const Operand<Along::kRows> rows(which == 0 ? head.rows.E : head.rows.e, kSquareBytes);
+    char* state = which == 0 ? shared.S : shared.dS;
+    ptx::mbarrier_wait(which == 0 ? &shared.S_full : &shared.dS_full, head.parity);
+    Dots dots;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // of the keys: for all of them registers would be few
+      float part[kSums / 2];
+      ptx::wgmma_fence();
+      multiply<kHeadDim / 16>(part, rows, Operand<Along::kColumns>(state + half * kStateTileBytes, kStateTileBytes),
+                              false);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::settle(part);
+      if (half == 1) warp_arrive(which == 0 ? &shared.S_empty : &shared.dS_empty);
+      if (which == 0 && half == 0) ptx::mbarrier_wait(&shared.keys_full, head.keys_parity);
+      add_rows(part, factor, shared.k, half * kChunk, at, dK, dots);
+    }
+    store_dots(dots, s.k, at, which == 0 ? head.sums.a_k : head.sums.x);
   }
 }
 
@@ -576,7 +591,7 @@ __device__ __forceinline__ void run(const Tail& p, Shared& shared) {
       ptx::forget(thread);  // addresses are made for each head: kept, they would take the registers of the sums
       const Place at(thread);
       const Head head = {shared.rows[stage], shared.scalars[stage], shared.sums[stage], n % 2, number % 2};
-      if constexpr (kWarpgroupNumber == 0) scores(shared, head, at, d);
+      if constexpr (kWarpgroupNumber == 0) scores(shared, head, at, p.scale, d);
       if constexpr (kWarpgroupNumber == 1) {
         const Tile& tile = shared.tiles[stage];
         gram(shared, head, at, p, tile.first, tile.rows, tile.key_head * group + member, d);
@@ -737,7 +752,7 @@ __global__ __launch_bounds__(kThreads, 1) void gdn_tail(const __grid_constant__ 
     ptx::setmaxnreg_inc<kRegisters[1]>();
     run<1>(p, shared);
   } else if (warpgroup == 2) {
-    ptx::setmaxnreg_inc<kRegisters[2]>();
+    ptx::setmaxnreg_dec<kRegisters[2]>();
     run<2>(p, shared);
   } else {
     ptx::setmaxnreg_dec<kRegisters[3]>();
