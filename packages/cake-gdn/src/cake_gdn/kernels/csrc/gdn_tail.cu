@@ -586,7 +586,7 @@ __device__ __forceinline__ void run(const Tail& p, Shared& shared) {
     for (int member = 0;; ++member, ++n) {
       const int stage = n % 2;
       ptx::mbarrier_wait(&shared.full[stage], n / 2 % 2);
-      // By a shuffle: see gdn_tail.
+      // By a shuffle: see scan.cuh.
       if (__shfl_sync(0xffffffffu, shared.tiles[stage].rows, 0) == 0) return;
       ptx::forget(thread);  // addresses are made for each head: kept, they would take the registers of the sums
       const Place at(thread);
@@ -752,7 +752,7 @@ __global__ __launch_bounds__(kThreads, 1) void gdn_tail(const __grid_constant__ 
     ptx::setmaxnreg_inc<kRegisters[1]>();
     run<1>(p, shared);
   } else if (warpgroup == 2) {
-    ptx::setmaxnreg_dec<kRegisters[2]>();
+    static_assert(kRegisters[2] == 65536 / kThreads);  // as the launch has given it
     run<2>(p, shared);
   } else {
     ptx::setmaxnreg_dec<kRegisters[3]>();
