@@ -28,6 +28,7 @@ from gdn_emulation import (
     CHUNK,
     FEW,
     FP32,
+    TAIL_CTAS,
     WIDTH,
     Kernels,
     Operands,
@@ -329,6 +330,27 @@ def test_entries_that_stand_for_nothing_write_nothing(kernels: Kernels) -> None:
     ):
         assert_same_bits(value[64:], got[name][64:], name)
         assert is_poison(value[:64])
+
+
+@pytest.mark.parametrize("heads", [(1, 3), (2, 2), (2, 4)], ids=["three-heads", "one-head-each", "two-heads-each"])
+def test_a_cta_of_the_tail_takes_tiles_one_after_the_other(kernels: Kernels, heads: tuple[int, int]) -> None:
+    """There are no more than TAIL_CTAS of them; between the tiles of one stand entries that stand for nothing."""
+    x = operands(steps.make_step((200,), heads, beta="bfloat16", state=True))
+    got = kernels.step(x)
+    rows = chunk_table(x.cu)
+    places = TAIL_CTAS // heads[0] * torch.arange(len(rows))  # all of a key head are the same CTA's
+    chunks = rows.new_zeros(int(places[-1]) + 2, 2)
+    chunks[places] = rows
+    tapes = [got["e"], got["E"]]
+    for name in ("S", "dS"):
+        tape = torch.full((len(chunks), *got[name].shape[1:]), torch.nan, dtype=BF16)
+        tape[places] = got[name]
+        tapes.append(tape)
+    for seed in range(2):
+        kernels.shuffle_lanes(seed)
+        results = kernels.tail(x, got.r_q, got.r_k, (*tapes,), chunks)
+        for name, value in zip(("dq", "dk", "dg", "dbeta"), results, strict=True):
+            assert_same_bits(value, got[name], f"seed {seed}: {name}")
 
 
 def test_value_heads_of_a_group_are_summed_in_their_order(kernels: Kernels) -> None:

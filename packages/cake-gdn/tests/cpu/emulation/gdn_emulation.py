@@ -22,6 +22,9 @@ CHUNK, WIDTH = 64, 128
 FEW = 66
 """Segments times heads up to which a head's columns are given to two CTAs (kFew)."""
 
+TAIL_CTAS = 132
+"""At most: tiles of the tail are dealt out to so many CTAs (kCtas)."""
+
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 BF16, FP32 = torch.bfloat16, torch.float32
 

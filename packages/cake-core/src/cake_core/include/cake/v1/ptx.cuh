@@ -208,6 +208,7 @@ __device__ __forceinline__ void hold_memory() { asm volatile("" ::: "memory"); }
 
 // No instruction: the compiler forgets what it knows about these registers. Values derived from them before this
 // point are computed again after it instead of being kept alive, which trades arithmetic for registers.
+__device__ __forceinline__ void forget(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void forget(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
 
 }  // namespace cake::ptx

@@ -173,6 +173,7 @@ inline void launch_dependents() {}
 inline void wait_for_the_kernel_before() {}
 
 inline void hold_memory() {}
+inline void forget(int&) {}
 inline void forget(uint4&) {}
 
 }  // namespace cake::ptx
