@@ -24,14 +24,13 @@ __device__ __forceinline__ const char* row_of(const HeadRows& rows, int64_t toke
 }
 
 // Starts copies of `kPieces` pieces of 16 bytes of each of 64 rows, `row_bytes` apart, into tiles of 64 columns; zeros
-// for the rows from `rows` on. By the `kWarpgroup` threads of a warpgroup, `thread` of which this is. kApart: bytes
-// from a tile to that of the next 64 columns.
-template <int kPieces, int kApart = kSquareBytes>
+// for the rows from `rows` on. By the `kWarpgroup` threads of a warpgroup, `thread` of which this is.
+template <int kPieces>
 __device__ __forceinline__ void copy_rows(char* tile, const char* from, int64_t row_bytes, int rows, int thread) {
   constexpr int kStep = kWarpgroup / kPieces;  // rows at a time
   static_assert(kStep % 8 == 0);               // rows of a thread are alike to the swizzle
   const int row = thread / kPieces, piece = thread % kPieces;
-  char* to = tile + piece / 8 * kApart + swizzled(row, piece % 8 * 8);
+  char* to = tile + piece / 8 * kSquareBytes + swizzled(row, piece % 8 * 8);
   const char* source = from + row * row_bytes + piece * 16;
 #pragma unroll
   for (int i = 0; i < kChunk / kStep; ++i) {
@@ -121,14 +120,14 @@ struct Pair {
 inline constexpr uint32_t kMinusInfinity = 0xff800000u;
 
 // By a warpgroup, behind the arrival of the tiles and scalars: P = scale tril(Q^ K^^T) . D to `p`, Z . D to where Z is.
-// q, k: [64][128] operands, raw rows. A thread reads what it needs of kBlocks blocks of 8 columns before it writes any,
+// q, k: [64][128] tiles of raw rows. A thread reads what it needs of kBlocks blocks of 8 columns before it writes any,
 // so that their chains of loads and exponentials run side by side.
-__device__ __forceinline__ void make_squares(const Operand<Along::kRows>& q, const Operand<Along::kRows>& k, char* z,
-                                             char* p, const Scalars& s, int thread) {
+__device__ __forceinline__ void make_squares(const char* q, const char* k, char* z, char* p, const Scalars& s,
+                                             int thread) {
   constexpr int kBlocks = 4;
   float sum[kChunk / 2];
   ptx::wgmma_fence();
-  multiply<kHeadDim / 16>(sum, q, k, false);
+  multiply<kHeadDim / 16>(sum, Operand<Along::kRows>(q, kSquareBytes), Operand<Along::kRows>(k, kSquareBytes), false);
   ptx::wgmma_commit();
   const int warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);

@@ -30,10 +30,11 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     const Scalars& s = shared.scalars[at_stage];
     const int rows = walk.rows(chunk);
     const int64_t t = walk.token(chunk);
+    ptx::mbarrier_wait(&shared.full[at_stage], visit / kStages % 2);
+
     uint32_t after[kHeadDim / 16][4];  // bf16(dS'^T)
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) to_operand(dS, step, after[step]);
-    ptx::mbarrier_wait(&shared.full[at_stage], visit / kStages % 2);
     const float gamma = s.gamma;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dS[i] = __fmul_rn(dS[i], gamma);  // while no product is on its way
@@ -41,11 +42,11 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
     const Operand<Along::kColumns> dO(stage.x[warpgroup], kSquareBytes);
     float dU[kChunk / 2];
     ptx::wgmma_fence();
-    multiply<kHeadDim / 16>(dU, after, stage.template k<Along::kRows>(), false);
+    multiply<kHeadDim / 16>(dU, after, Operand<Along::kRows>(stage.k, kSquareBytes), false);
     ptx::wgmma_commit();
-    multiply<kChunk / 16>(dS, dO, stage.template q<Along::kColumns>(), true);
+    multiply<kChunk / 16>(dS, dO, Operand<Along::kColumns>(stage.q, kSquareBytes), true);
     ptx::wgmma_commit();
-    me.send_state(after, tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column));
+    send_state(me, tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column), after);
     ptx::wgmma_wait<1>();
     ptx::settle(dU);
     scale_columns(dU, s.k_out, me.lane);
@@ -81,7 +82,7 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
       }
     }
     ptx::wgmma_fence();
-    multiply<kChunk / 16>(dS, a, stage.template k<Along::kColumns>(), true);
+    multiply<kChunk / 16>(dS, a, Operand<Along::kColumns>(stage.k, kSquareBytes), true);
     ptx::wgmma_commit();
     me.claim();
     me.stage_transposed(dU, 3);
@@ -96,8 +97,7 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
 }
 
 template <int kWalkers>
-__global__ __launch_bounds__((kWalkers + 1) * kWarpgroup, 1) void gdn_adjoint_scan(
-    const __grid_constant__ AdjointScan p) {
+__global__ __launch_bounds__(kThreads, 1) void gdn_adjoint_scan(const __grid_constant__ AdjointScan p) {
   Shared<kWalkers>& shared = *dynamic_tiles<Shared<kWalkers>>();
   const Walk walk = walk_of_cta<kWalkers>(p.in);
   if (walk.chunks == 0) return;

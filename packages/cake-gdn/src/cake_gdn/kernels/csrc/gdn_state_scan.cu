@@ -27,39 +27,29 @@ __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>
     const Scalars& s = shared.scalars[at_stage];
     const int rows = walk.rows(chunk);
     const int64_t to = walk.token(chunk) * row_bytes + 2 * (static_cast<int64_t>(walk.head) * kHeadDim + column);
+    ptx::mbarrier_wait(&shared.full[at_stage], chunk / kStages % 2);
+
     uint32_t before[kHeadDim / 16][4];  // bf16(S^T)
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) to_operand(S, step, before[step]);
-    ptx::mbarrier_wait(&shared.full[at_stage], chunk / kStages % 2);
     const float gamma = s.gamma;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) S[i] = __fmul_rn(S[i], gamma);  // while no product is on its way
-    float e[kChunk / 2], o[kChunk / 2];                                    // K S, Q S
-    const auto send = [&] {
-      if constexpr (kTapes) {
-        me.send_state(before, tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column));
-      }
-    };
+    const Operand<Along::kRows> k(stage.k, kSquareBytes), q(stage.q, kSquareBytes);
+    float e[kChunk / 2], o[kChunk / 2];
     ptx::wgmma_fence();
-    if constexpr (kOutput && kWalkers == 1) {
-      // Both by the same instructions: a warpgroup alone waits for the issue of those of half the columns as long.
-      float both[kChunk];
-      multiply<kHeadDim / 16>(both, before, stage.template k<Along::kRows>(), false);
+    multiply<kHeadDim / 16>(e, before, k, false);
+    ptx::wgmma_commit();
+    if constexpr (kOutput) {
+      multiply<kHeadDim / 16>(o, before, q, false);
       ptx::wgmma_commit();
-      send();
-      ptx::wgmma_wait<0>();
-      ptx::settle(both);
-#pragma unroll
-      for (int i = 0; i < kChunk / 2; ++i) e[i] = both[i], o[i] = both[kChunk / 2 + i];
-    } else {
-      multiply<kHeadDim / 16>(e, before, stage.template k<Along::kRows>(), false);
-      if constexpr (kOutput) multiply<kHeadDim / 16>(o, before, stage.template q<Along::kRows>(), false);
-      ptx::wgmma_commit();
-      send();
-      ptx::wgmma_wait<0>();
-      ptx::settle(e);
-      if constexpr (kOutput) ptx::settle(o);
     }
+    char* tape = tape_of(p.states, walk.segment.chunk + chunk, heads, walk.head, column);
+    if constexpr (kTapes) send_state(me, tape, before);
+    // Two walking warpgroups fill each other's pauses and have fewer registers: they let go of `before` here.
+    ptx::wgmma_wait<kOutput && kWalkers == 1 ? 1 : 0>();
+    ptx::settle(e);
+    if constexpr (kOutput && kWalkers == 2) ptx::settle(o);
     scale_columns(e, s.k_in, me.lane);
 #pragma unroll
     for (int i = 0; i < kChunk / 8; i += 2) {  // e = R = V - c o (K^ S)
@@ -82,12 +72,15 @@ __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::settle(e);
-    if constexpr (kOutput) scale_columns(o, s.q_in, me.lane);
+    if constexpr (kOutput) {
+      if constexpr (kWalkers == 1) ptx::settle(o);
+      scale_columns(o, s.q_in, me.lane);
+    }
 
     uint32_t moved[kChunk / 16][4];
     scaled_operands(e, s.b, s.k_out, me.lane, a, moved);  // U, rho r_k o U
     ptx::wgmma_fence();
-    multiply<kChunk / 16>(S, moved, stage.template k<Along::kColumns>(), true);
+    multiply<kChunk / 16>(S, moved, Operand<Along::kColumns>(stage.k, kSquareBytes), true);
     ptx::wgmma_commit();
     if constexpr (kOutput) {
       multiply<kChunk / 16>(o, a, Operand<Along::kRows>(stage.p, kSquareBytes), true);
@@ -118,7 +111,7 @@ __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>
 }
 
 template <int kWalkers, bool kOutput, bool kTapes>
-__global__ __launch_bounds__((kWalkers + 1) * kWarpgroup, 1) void gdn_state_scan(const __grid_constant__ StateScan p) {
+__global__ __launch_bounds__(kThreads, 1) void gdn_state_scan(const __grid_constant__ StateScan p) {
   Shared<kWalkers>& shared = *dynamic_tiles<Shared<kWalkers>>();
   const Walk walk = walk_of_cta<kWalkers>(p.in);
   if (walk.chunks == 0) return;

@@ -1,17 +1,19 @@
 // What the state scan and the adjoint scan share: a CTA that walks the chunks of a segment, forwards or backwards.
 //
 // A CTA takes a segment and 64 or 128 value columns of a head: one or two walking warpgroups with 64 columns each, and
-// one that prepares chunks for them. It copies the tiles of the chunk after next while the others walk a chunk, and
-// makes P, Z . D and the scalars of the next one. full[stage]: a chunk is prepared; empty[stage]: it has been walked.
+// others that prepare chunks for them: they copy the tiles of the chunk after next while a chunk is walked, and make P,
+// Z . D and the scalars of the next one. One warpgroup does both for two that walk, which are slower and need the
+// registers; two share the work for one. loaded[stage]: the tiles are there; full[stage]: a chunk is prepared;
+// empty[stage]: it has been walked.
 //
 // What walks is transposed, values x tokens or values x keys, so that the state and all that is made of it stay in
 // registers and are the register operand of the next product; the tiles are read from shared memory. No value column is
 // added to another one: the bits of a column do not depend on how many a CTA has.
 //
 //   shared memory, bytes; w walking warpgroups
-//   3 * (32768 + 8192 w + 8192 + 8192)           stages: K and Q, V or dO, Z (then Z . D), P
+//   3 * (16384 + 16384 + 8192 w + 8192 + 8192)   stages: K, Q, V or dO, Z (then Z . D), P
 //   8192 w * (w = 1: 4, w = 2: 1)                staging of what leaves, 64 x 64 BF16
-//   3 * 1796, 6 * 8                              scalars, barriers
+//   3 * 2568, 9 * 8                              scalars, barriers
 #pragma once
 
 #include <cstdint>
@@ -26,24 +28,15 @@ inline constexpr int kStages = 3;
 inline constexpr int kColumns = 64;                          // value columns of a walking warpgroup
 inline constexpr int kPrepareBarrier = 1, kWalkBarrier = 2;  // + number of the walking warpgroup
 // Registers of a thread, of 504 for three threads of three warpgroups: what prepares has few.
-inline constexpr int kPrepareRegisters = 104, kWalkRegisters = 200;
+inline constexpr int kThreads = 3 * kWarpgroup;
+inline constexpr int kPrepareRegisters = 104, kWalkRegisters = 200;                          // two walk
+inline constexpr int kFetchRegisters = 112, kSquaresRegisters = 152, kAloneRegisters = 240;  // one walks
 inline constexpr int kFew = 66;  // segments times heads up to which a head's columns are given to two CTAs
 inline constexpr int64_t kState = static_cast<int64_t>(kHeadDim) * kHeadDim;  // elements
 
 template <int kWalkers>
 struct Stage {
-  static constexpr int kApart = 2 * kSquareBytes;  // from the first 64 columns of K or Q to the others
-  char kq[2][2][kSquareBytes];                     // [columns 64 and on][K, Q]: K's tokens, as an operand, go on to Q's
-  char x[kWalkers][kSquareBytes], z[kSquareBytes], p[kSquareBytes];
-
-  template <Along kAlong>
-  __device__ __forceinline__ Operand<kAlong> k() const {
-    return Operand<kAlong>(kq[0][0], kApart);
-  }
-  template <Along kAlong>
-  __device__ __forceinline__ Operand<kAlong> q() const {
-    return Operand<kAlong>(kq[0][1], kApart);
-  }
+  char k[kRowsBytes], q[kRowsBytes], x[kWalkers][kSquareBytes], z[kSquareBytes], p[kSquareBytes];
 };
 
 // Staging tiles of a walking warpgroup: two for the state before a chunk, one each for the rows of a chunk that leave.
@@ -56,7 +49,7 @@ struct Shared {
   Stage<kWalkers> stages[kStages];
   char staging[kWalkers][staging_tiles(kWalkers)][kSquareBytes];
   Scalars scalars[kStages];
-  uint64_t full[kStages], empty[kStages];
+  uint64_t loaded[kStages], full[kStages], empty[kStages];
 };
 
 // What this CTA walks.
@@ -90,12 +83,12 @@ __device__ __forceinline__ Walk walk_of_cta(const ScanOperands& p) {
   return walk;
 }
 
-// A tile of Q' = scale c r_q o Q in place of Q, by a warpgroup.
+// Q' = scale c r_q o Q in place of a chunk's Q, by a warpgroup.
 __device__ __forceinline__ void scale_rows(char* q, const float (&by)[kChunk], int thread) {
 #pragma unroll
-  for (int i = 0; i < kSquareBytes / 16 / kWarpgroup; ++i) {
+  for (int i = 0; i < kRowsBytes / 16 / kWarpgroup; ++i) {
     const int at = i * kWarpgroup + thread;  // 16 bytes, of one row whatever the swizzle
-    const float factor = by[at / 8];
+    const float factor = by[at / 8 % kChunk];
     float x[kVec];
     widen(reinterpret_cast<const uint4*>(q)[at], x);
 #pragma unroll
@@ -104,56 +97,105 @@ __device__ __forceinline__ void scale_rows(char* q, const float (&by)[kChunk], i
   }
 }
 
-// The preparing warpgroup. Backwards it also replaces Q by Q'.
+// What brings chunks in, by a warpgroup: copies of their tiles, and scalars by its first warp.
 template <int kWalkers, bool kBackwards>
-__device__ __forceinline__ void prepare(const ScanOperands& p, Shared<kWalkers>& shared, const Walk& walk) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  const int key_head = walk.head / (p.heads / p.key_heads);
-  const int64_t z_token = static_cast<int64_t>(p.heads) * kTileRowBytes;
-  auto fetch = [&](int visit) {
+struct Fetcher {
+  const ScanOperands& p;
+  Shared<kWalkers>& shared;
+  const Walk& walk;
+  int thread, key_head;
+  Pair next;
+
+  __device__ __forceinline__ Fetcher(const ScanOperands& p, Shared<kWalkers>& shared, const Walk& walk)
+      : p(p),
+        shared(shared),
+        walk(walk),
+        thread(static_cast<int>(threadIdx.x) % kWarpgroup),
+        key_head(walk.head / (p.heads / p.key_heads)) {}
+
+  // Starts the copies of a chunk, if there is one, as a group.
+  __device__ __forceinline__ void copy(int visit) const {
     if (visit < walk.chunks) {
       Stage<kWalkers>& stage = shared.stages[visit % kStages];
       const int chunk = walk.chunk<kBackwards>(visit), rows = walk.rows(chunk);
-      const int64_t t = walk.token(chunk);
-      copy_rows<16, Stage<kWalkers>::kApart>(stage.kq[0][0], row_of(p.k, t, key_head), p.k.token_bytes, rows, thread);
-      copy_rows<16, Stage<kWalkers>::kApart>(stage.kq[0][1], row_of(p.q, t, key_head), p.q.token_bytes, rows, thread);
+      const int64_t t = walk.token(chunk), z_token = static_cast<int64_t>(p.heads) * kTileRowBytes;
+      copy_rows<16>(stage.k, row_of(p.k, t, key_head), p.k.token_bytes, rows, thread);
+      copy_rows<16>(stage.q, row_of(p.q, t, key_head), p.q.token_bytes, rows, thread);
       copy_rows<8 * kWalkers>(stage.x[0], row_of(p.x, t, walk.head) + 2 * walk.column, p.x.token_bytes, rows, thread);
       copy_rows<8>(stage.z, static_cast<const char*>(p.z) + t * z_token + walk.head * kTileRowBytes, z_token, rows,
                    thread);
     }
     ptx::cp_async_commit();
-  };
-  Pair next;
-  auto load = [&](int visit) {
+  }
+  __device__ __forceinline__ void load_scalars(int visit) {
     if (thread >= 32 || visit >= walk.chunks) return;
     const int chunk = walk.chunk<kBackwards>(visit);
     next.load(p.gates, walk.token(chunk), walk.rows(chunk), walk.head, key_head, p.key_heads);
-  };
-  load(0);
-  fetch(0);
-  fetch(1);
+  }
+  // Those that were loaded last, of chunk `visit`; the next ones are on their way behind it.
+  __device__ __forceinline__ void make_scalars(int visit) {
+    if (thread < 32) next.to(shared.scalars[visit % kStages], p.scale);
+    load_scalars(visit + 1);
+  }
+};
+
+// P and Z . D of a chunk that is there, and backwards Q' in place of Q, by a warpgroup; the chunk is prepared.
+template <int kWalkers, bool kBackwards>
+__device__ __forceinline__ void finish(Shared<kWalkers>& shared, int at, int thread) {
+  Stage<kWalkers>& stage = shared.stages[at];
+  make_squares(stage.q, stage.k, stage.z, stage.p, shared.scalars[at], thread);
+  if constexpr (kBackwards) {
+    ptx::bar_sync(kPrepareBarrier, kWarpgroup);  // no product reads Q any more
+    scale_rows(stage.q, shared.scalars[at].q_in, thread);
+  }
+  ptx::fence_proxy_async();
+  ptx::mbarrier_arrive(&shared.full[at]);
+}
+
+// One warpgroup prepares.
+template <int kWalkers, bool kBackwards>
+__device__ __forceinline__ void prepare(const ScanOperands& p, Shared<kWalkers>& shared, const Walk& walk) {
+  Fetcher<kWalkers, kBackwards> fetcher(p, shared, walk);
+  fetcher.load_scalars(0);
+  fetcher.copy(0);
+  fetcher.copy(1);
   for (int visit = 0; visit < walk.chunks; ++visit) {
-    const int at = visit % kStages;
-    Stage<kWalkers>& stage = shared.stages[at];
-    if (thread < 32) next.to(shared.scalars[at], p.scale);
-    load(visit + 1);
+    fetcher.make_scalars(visit);
     ptx::cp_async_wait<1>();
     ptx::fence_proxy_async();
     ptx::bar_sync(kPrepareBarrier, kWarpgroup);
-    make_squares(stage.template q<Along::kRows>(), stage.template k<Along::kRows>(), stage.z, stage.p,
-                 shared.scalars[at], thread);
-    if constexpr (kBackwards) {
-      ptx::bar_sync(kPrepareBarrier, kWarpgroup);  // no product reads Q any more
-      for (auto& of : stage.kq) scale_rows(of[1], shared.scalars[at].q_in, thread);
-    }
-    ptx::fence_proxy_async();
-    ptx::mbarrier_arrive(&shared.full[at]);
+    finish<kWalkers, kBackwards>(shared, visit % kStages, fetcher.thread);
     if (visit >= 1 && visit + 2 < walk.chunks) {  // the stage of visit + 2 is that of visit - 1
       ptx::mbarrier_wait(&shared.empty[(visit + 2) % kStages], (visit - 1) / kStages % 2);
     }
-    fetch(visit + 2);
+    fetcher.copy(visit + 2);
   }
   ptx::cp_async_wait<0>();
+}
+
+// Two warpgroups prepare: this is what each does.
+template <int kWalkers, bool kBackwards>
+__device__ __forceinline__ void fetch(const ScanOperands& p, Shared<kWalkers>& shared, const Walk& walk) {
+  Fetcher<kWalkers, kBackwards> fetcher(p, shared, walk);
+  fetcher.load_scalars(0);
+  for (int visit = 0; visit < walk.chunks; ++visit) {
+    const int at = visit % kStages;
+    if (visit >= kStages) ptx::mbarrier_wait(&shared.empty[at], (visit / kStages - 1) % 2);
+    fetcher.copy(visit);
+    fetcher.make_scalars(visit);
+    ptx::cp_async_wait<0>();
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive(&shared.loaded[at]);
+  }
+}
+template <int kWalkers, bool kBackwards>
+__device__ __forceinline__ void finish_all(Shared<kWalkers>& shared, const Walk& walk) {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  for (int visit = 0; visit < walk.chunks; ++visit) {
+    const int at = visit % kStages;
+    ptx::mbarrier_wait(&shared.loaded[at], visit / kStages % 2);
+    finish<kWalkers, kBackwards>(shared, at, thread);
+  }
 }
 
 // A walking warpgroup's thread, and how it lets values out: through staging tiles, number 0 and 1 for the halves of a
@@ -195,30 +237,12 @@ struct Walker {
       ptx::stmatrix_x4(tile(half) + swizzled(16 * warp + lane % 8 + 8 * (matrix % 2), 16 * step + 8 * (matrix / 2)),
                        a[4 * half + step]);
     }
+    ptx::fence_proxy_async();
   }
   __device__ __forceinline__ void send(char* tape, int half) const {
     if (thread != 0) return;
     ptx::bulk_store(tape + half * kStateTileBytes, tile(half), kSquareBytes);
     ptx::bulk_commit();
-  }
-  __device__ __forceinline__ void send_state(const uint32_t (&a)[kHeadDim / 16][4], char* tape) const {
-    if constexpr (kTiles > 1) {
-      stage(a, 0);
-      stage(a, 1);
-      ptx::fence_proxy_async();
-      meet();
-      send(tape, 0);
-      send(tape, 1);
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        claim();
-        stage(a, half);
-        ptx::fence_proxy_async();
-        meet();
-        send(tape, half);
-      }
-    }
   }
 
   // A sum [64 values][64 tokens] to a tile [token][value].
@@ -242,6 +266,27 @@ struct Walker {
     }
   }
 };
+
+// bf16 of a state, as register operands, to `tape`. Its own meeting is the only one of a walk with a tile for each.
+template <int kWalkers>
+__device__ __forceinline__ void send_state(const Walker<kWalkers>& me, char* tape,
+                                           const uint32_t (&a)[kHeadDim / 16][4]) {
+  if constexpr (Walker<kWalkers>::kTiles > 1) {
+    me.stage(a, 0);
+    me.stage(a, 1);
+    me.meet();
+    me.send(tape, 0);
+    me.send(tape, 1);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      me.claim();
+      me.stage(a, half);
+      me.meet();
+      me.send(tape, half);
+    }
+  }
+}
 
 // Where the state of a chunk and head is kept from value `column` on: in tiles, as shared memory has them (chunk.cuh).
 __device__ __forceinline__ char* tape_of(void* states, int64_t chunk, int heads, int head, int column) {
@@ -310,12 +355,13 @@ __device__ __forceinline__ void store_state(const StateRows& states, int row, in
   for (int i = 0; i < kHeadDim / 2; ++i) *state_at(states, row, head, heads, value, lane, i) = S[i];
 }
 
-// Runs `body(warpgroup)` for every walking warpgroup beside the preparing one.
+// Runs `body(warpgroup)` for every walking warpgroup beside what prepares.
 template <int kWalkers, bool kBackwards, typename Body>
 __device__ __forceinline__ void run_scan(const ScanOperands& p, Shared<kWalkers>& shared, const Walk& walk,
                                          const Body& body) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(&shared.loaded[i], kWarpgroup);
       ptx::mbarrier_init(&shared.full[i], kWarpgroup);
       ptx::mbarrier_init(&shared.empty[i], kWalkers * kWarpgroup);
     }
@@ -323,12 +369,23 @@ __device__ __forceinline__ void run_scan(const ScanOperands& p, Shared<kWalkers>
   __syncthreads();
   // By a shuffle, so that ptxas sees one value for a warp: it serializes products in branches that it thinks diverge.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-  if (warpgroup == 0) {
-    if constexpr (kWalkers == 2) ptx::setmaxnreg_dec<kPrepareRegisters>();
-    prepare<kWalkers, kBackwards>(p, shared, walk);
+  if constexpr (kWalkers == 2) {
+    if (warpgroup == 0) {
+      ptx::setmaxnreg_dec<kPrepareRegisters>();
+      prepare<kWalkers, kBackwards>(p, shared, walk);
+    } else {
+      ptx::setmaxnreg_inc<kWalkRegisters>();
+      body(warpgroup - 1);
+    }
+  } else if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<kFetchRegisters>();
+    fetch<kWalkers, kBackwards>(p, shared, walk);
+  } else if (warpgroup == 1) {
+    ptx::setmaxnreg_dec<kSquaresRegisters>();
+    finish_all<kWalkers, kBackwards>(shared, walk);
   } else {
-    if constexpr (kWalkers == 2) ptx::setmaxnreg_inc<kWalkRegisters>();
-    body(kWalkers == 1 ? 0 : warpgroup - 1);  // a constant leaves addresses of tiles to uniform registers
+    ptx::setmaxnreg_inc<kAloneRegisters>();
+    body(0);
   }
 }
 
@@ -336,8 +393,7 @@ __device__ __forceinline__ void run_scan(const ScanOperands& p, Shared<kWalkers>
 template <int kWalkers>
 Shape scan_shape(const ScanOperands& p) {
   constexpr int kParts = kHeadDim / (kColumns * kWalkers);
-  Shape shape = {static_cast<unsigned>(p.segment_count) * static_cast<unsigned>(p.heads * kParts),
-                 (kWalkers + 1) * kWarpgroup};
+  Shape shape = {static_cast<unsigned>(p.segment_count) * static_cast<unsigned>(p.heads * kParts), kThreads};
   shape.shared = sizeof(Shared<kWalkers>);
   return shape;
 }
