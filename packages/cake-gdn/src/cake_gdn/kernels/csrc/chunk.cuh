@@ -24,18 +24,23 @@ __device__ __forceinline__ const char* row_of(const HeadRows& rows, int64_t toke
 }
 
 // Starts copies of `kPieces` pieces of 16 bytes of each of 64 rows, `row_bytes` apart, into tiles of 64 columns; zeros
-// for the rows from `rows` on. By the `kWarpgroup` threads of a warpgroup, `thread` of which this is.
-template <int kPieces>
+// for the rows from `rows` on. By `kThreads` threads, `thread` of which this is.
+template <int kPieces, int kThreads = kWarpgroup>
 __device__ __forceinline__ void copy_rows(char* tile, const char* from, int64_t row_bytes, int rows, int thread) {
-  constexpr int kStep = kWarpgroup / kPieces;  // rows at a time
-  static_assert(kStep % 8 == 0);               // rows of a thread are alike to the swizzle
+  constexpr int kStep = kThreads / kPieces;          // rows at a time
+  constexpr int kAlike = kStep < 8 ? 8 / kStep : 1;  // times until a thread has a row that is alike to the swizzle
+  static_assert(kAlike * kStep % 8 == 0 && kChunk % (kAlike * kStep) == 0);
   const int row = thread / kPieces, piece = thread % kPieces;
-  char* to = tile + piece / 8 * kSquareBytes + swizzled(row, piece % 8 * 8);
+  char* to[kAlike];
+#pragma unroll
+  for (int i = 0; i < kAlike; ++i) {
+    to[i] = tile + piece / 8 * kSquareBytes + swizzled(row + i * kStep, piece % 8 * 8);
+  }
   const char* source = from + row * row_bytes + piece * 16;
 #pragma unroll
   for (int i = 0; i < kChunk / kStep; ++i) {
     const bool wanted = row + i * kStep < rows;
-    ptx::cp_async_16(to + i * kStep * kTileRowBytes, wanted ? source : from, wanted);
+    ptx::cp_async_16(to[i % kAlike] + i / kAlike * (kAlike * kStep * kTileRowBytes), wanted ? source : from, wanted);
     source += kStep * row_bytes;
   }
 }

@@ -97,7 +97,7 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
 }
 
 template <int kWalkers>
-__global__ __launch_bounds__(kThreads, 1) void gdn_adjoint_scan(const __grid_constant__ AdjointScan p) {
+__global__ __launch_bounds__(kScanThreads, 1) void gdn_adjoint_scan(const __grid_constant__ AdjointScan p) {
   Shared<kWalkers>& shared = *dynamic_tiles<Shared<kWalkers>>();
   const Walk walk = walk_of_cta<kWalkers>(p.in);
   if (walk.chunks == 0) return;

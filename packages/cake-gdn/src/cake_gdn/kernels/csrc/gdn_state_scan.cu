@@ -111,7 +111,7 @@ __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>
 }
 
 template <int kWalkers, bool kOutput, bool kTapes>
-__global__ __launch_bounds__(kThreads, 1) void gdn_state_scan(const __grid_constant__ StateScan p) {
+__global__ __launch_bounds__(kScanThreads, 1) void gdn_state_scan(const __grid_constant__ StateScan p) {
   Shared<kWalkers>& shared = *dynamic_tiles<Shared<kWalkers>>();
   const Walk walk = walk_of_cta<kWalkers>(p.in);
   if (walk.chunks == 0) return;

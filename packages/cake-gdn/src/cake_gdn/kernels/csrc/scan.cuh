@@ -28,9 +28,9 @@ inline constexpr int kStages = 3;
 inline constexpr int kColumns = 64;                          // value columns of a walking warpgroup
 inline constexpr int kPrepareBarrier = 1, kWalkBarrier = 2;  // + number of the walking warpgroup
 // Registers of a thread, of 504 for three threads of three warpgroups: what prepares has few.
-inline constexpr int kThreads = 3 * kWarpgroup;
-inline constexpr int kPrepareRegisters = 104, kWalkRegisters = 200;                          // two walk
-inline constexpr int kFetchRegisters = 112, kSquaresRegisters = 152, kAloneRegisters = 240;  // one walks
+inline constexpr int kScanThreads = 3 * kWarpgroup;
+inline constexpr int kPrepareRegisters = 112, kWalkRegisters = 192;                          // two walk
+inline constexpr int kFetchRegisters = 136, kSquaresRegisters = 128, kAloneRegisters = 240;  // one walks
 inline constexpr int kFew = 66;  // segments times heads up to which a head's columns are given to two CTAs
 inline constexpr int64_t kState = static_cast<int64_t>(kHeadDim) * kHeadDim;  // elements
 
@@ -97,7 +97,7 @@ __device__ __forceinline__ void scale_rows(char* q, const float (&by)[kChunk], i
   }
 }
 
-// What brings chunks in, by a warpgroup: copies of their tiles, and scalars by its first warp.
+// What brings chunks in, by a warpgroup.
 template <int kWalkers, bool kBackwards>
 struct Fetcher {
   const ScanOperands& p;
@@ -113,26 +113,38 @@ struct Fetcher {
         thread(static_cast<int>(threadIdx.x) % kWarpgroup),
         key_head(walk.head / (p.heads / p.key_heads)) {}
 
-  // Starts the copies of a chunk, if there is one, as a group.
+  // Starts the copies of a chunk, if there is one, as a group: by the whole warpgroup, or by the last three of its
+  // warps a tile each, while the first one makes scalars.
+  template <bool kShared>
   __device__ __forceinline__ void copy(int visit) const {
     if (visit < walk.chunks) {
+      constexpr int kThreads = kShared ? kWarpgroup : 32;
       Stage<kWalkers>& stage = shared.stages[visit % kStages];
       const int chunk = walk.chunk<kBackwards>(visit), rows = walk.rows(chunk);
       const int64_t t = walk.token(chunk), z_token = static_cast<int64_t>(p.heads) * kTileRowBytes;
-      copy_rows<16>(stage.k, row_of(p.k, t, key_head), p.k.token_bytes, rows, thread);
-      copy_rows<16>(stage.q, row_of(p.q, t, key_head), p.q.token_bytes, rows, thread);
-      copy_rows<8 * kWalkers>(stage.x[0], row_of(p.x, t, walk.head) + 2 * walk.column, p.x.token_bytes, rows, thread);
-      copy_rows<8>(stage.z, static_cast<const char*>(p.z) + t * z_token + walk.head * kTileRowBytes, z_token, rows,
-                   thread);
+      const int at = thread % kThreads;
+      const int warp = kShared ? 0 : __shfl_sync(0xffffffffu, thread / 32, 0);
+      if (kShared || warp == 1) {
+        copy_rows<16, kThreads>(stage.k, row_of(p.k, t, key_head), p.k.token_bytes, rows, at);
+      }
+      if (kShared || warp == 2) {
+        copy_rows<16, kThreads>(stage.q, row_of(p.q, t, key_head), p.q.token_bytes, rows, at);
+      }
+      if (kShared || warp == 3) {
+        copy_rows<8 * kWalkers, kThreads>(stage.x[0], row_of(p.x, t, walk.head) + 2 * walk.column, p.x.token_bytes,
+                                          rows, at);
+        copy_rows<8, kThreads>(stage.z, static_cast<const char*>(p.z) + t * z_token + walk.head * kTileRowBytes,
+                               z_token, rows, at);
+      }
     }
     ptx::cp_async_commit();
   }
+  // By the first warp: on their way from memory, for make_scalars of the same chunk.
   __device__ __forceinline__ void load_scalars(int visit) {
     if (thread >= 32 || visit >= walk.chunks) return;
     const int chunk = walk.chunk<kBackwards>(visit);
     next.load(p.gates, walk.token(chunk), walk.rows(chunk), walk.head, key_head, p.key_heads);
   }
-  // Those that were loaded last, of chunk `visit`; the next ones are on their way behind it.
   __device__ __forceinline__ void make_scalars(int visit) {
     if (thread < 32) next.to(shared.scalars[visit % kStages], p.scale);
     load_scalars(visit + 1);
@@ -157,8 +169,8 @@ template <int kWalkers, bool kBackwards>
 __device__ __forceinline__ void prepare(const ScanOperands& p, Shared<kWalkers>& shared, const Walk& walk) {
   Fetcher<kWalkers, kBackwards> fetcher(p, shared, walk);
   fetcher.load_scalars(0);
-  fetcher.copy(0);
-  fetcher.copy(1);
+  fetcher.template copy<true>(0);
+  fetcher.template copy<true>(1);
   for (int visit = 0; visit < walk.chunks; ++visit) {
     fetcher.make_scalars(visit);
     ptx::cp_async_wait<1>();
@@ -168,7 +180,7 @@ __device__ __forceinline__ void prepare(const ScanOperands& p, Shared<kWalkers>&
     if (visit >= 1 && visit + 2 < walk.chunks) {  // the stage of visit + 2 is that of visit - 1
       ptx::mbarrier_wait(&shared.empty[(visit + 2) % kStages], (visit - 1) / kStages % 2);
     }
-    fetcher.copy(visit + 2);
+    fetcher.template copy<true>(visit + 2);
   }
   ptx::cp_async_wait<0>();
 }
@@ -181,7 +193,7 @@ __device__ __forceinline__ void fetch(const ScanOperands& p, Shared<kWalkers>& s
   for (int visit = 0; visit < walk.chunks; ++visit) {
     const int at = visit % kStages;
     if (visit >= kStages) ptx::mbarrier_wait(&shared.empty[at], (visit / kStages - 1) % 2);
-    fetcher.copy(visit);
+    fetcher.template copy<false>(visit);
     fetcher.make_scalars(visit);
     ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
@@ -393,7 +405,7 @@ __device__ __forceinline__ void run_scan(const ScanOperands& p, Shared<kWalkers>
 template <int kWalkers>
 Shape scan_shape(const ScanOperands& p) {
   constexpr int kParts = kHeadDim / (kColumns * kWalkers);
-  Shape shape = {static_cast<unsigned>(p.segment_count) * static_cast<unsigned>(p.heads * kParts), kThreads};
+  Shape shape = {static_cast<unsigned>(p.segment_count) * static_cast<unsigned>(p.heads * kParts), kScanThreads};
   shape.shared = sizeof(Shared<kWalkers>);
   return shape;
 }
