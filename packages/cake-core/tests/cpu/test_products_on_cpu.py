@@ -69,7 +69,9 @@ def outcome(
     program: Program, kernel: str, fault: str, seed: int, *, b_columns: bool = False, registers: bool = False
 ) -> str:
     """The launch's error, "wrong" or "right"."""
-    shapes = {"Product": (64, 128, SUM), "Pipeline": (64, 64, SUM), "Warp": (16, 16, SUM), "Tf32": (16, 16, SUM)}
+    shapes = {"Product": (64, 128, SUM), "Pipeline": (64, 64, SUM), "Warp": (16, 16, SUM), "Tf32": (16, 16, SUM)} | {
+        "Blocks": (64, 64, SUM)
+    }
     a, b = operands(*shapes.get(kernel, (64, 64, 64 * TURNS)))
     want = reference(a, b, k=8 if kernel == "Tf32" else 16)
     if kernel == "Pipeline":
@@ -192,6 +194,28 @@ def test_a_fault_between_two_warpgroups(program: Program, kernel: str, fault: st
 def test_an_mbarrier_that_others_may_not_see_yet(program: Program) -> None:
     seen = [outcome(program, "MbarrierRelay", "NoBarrier", seed) for seed in SEEDS]
     assert any("before it is initialized" in each for each in seen)
+
+
+def test_blocks_come_and_leave(program: Program) -> None:
+    """Bulk copies: one thread starts them, an mbarrier counts what has come, a wait says what has been read."""
+    assert {outcome(program, "Blocks", "None", seed) for seed in SEEDS} == {"right"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("TakesEarly", "wrong"),
+        ("NoProxyFence", NOT_FENCED),
+        ("OverwritesEarly", "before the bulk_wait_read"),
+        ("NoWait", "ends while a bulk store reads its memory"),
+        ("OneArrivalLess", NEVER),
+        ("Misaligned", "is not aligned to 16 bytes"),
+        ("BehindTheEnd", "behind the end of the dynamic shared memory"),
+    ],
+)
+def test_faults_of_blocks(program: Program, fault: str, text: str) -> None:
+    seen = [outcome(program, "Blocks", fault, seed) for seed in SEEDS]
+    assert all(text in each for each in seen) or (fault == "TakesEarly" and text in seen)
 
 
 @pytest.mark.parametrize(

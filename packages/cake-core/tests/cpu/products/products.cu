@@ -1,5 +1,6 @@
 // Products of tensor cores for the emulation, right ones and, as p.fault asks, wrong ones.
 #include "cake/v1/launch.h"
+#include "cake/v1/ptx_bulk.cuh"
 #include "cake/v1/smem.cuh"
 #include "cake/v1/wgmma.cuh"
 #include "products.h"
@@ -216,6 +217,48 @@ __global__ __launch_bounds__(256) void mbarrier_relay(const __grid_constant__ Pr
   }
 }
 
+// a comes as one block of rows, for register operands; the sums leave as one.
+__global__ __launch_bounds__(128) void blocks(const __grid_constant__ Products p) {
+  using B = Tiles<Along::kRows, kRows>;
+  constexpr int kBytes = kRows * kSum * 2;  // of a, of b and of the sums
+  char* const b = dynamic_shared<char>();
+  auto* const a = reinterpret_cast<uint16_t*>(b + kBytes);
+  auto* const arrived = reinterpret_cast<uint64_t*>(b + 2 * kBytes);
+  if (threadIdx.x == 0) ptx::mbarrier_init(arrived, p.fault == kOneArrivalLess ? 2 : 1);
+  B::fill(b, p.b, threadIdx.x, 128);
+  ptx::fence_proxy_async();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const int more = p.fault == kBehindTheEnd ? 1024 : 0;
+    ptx::bulk_load(a, p.a + (p.fault == kMisaligned), kBytes + more, arrived);
+  }
+  if (p.fault != kTakesEarly) ptx::mbarrier_wait(arrived, 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t fragments[kSteps][4];
+  for (int step = 0; step < kSteps; ++step) {
+    for (int j = 0; j < 4; ++j) {
+      const int row = 16 * warp + lane / 4 + 8 * (j % 2), column = 16 * step + lane % 4 * 2 + 8 * (j / 2);
+      fragments[step][j] = *reinterpret_cast<const uint32_t*>(a + row * kSum + column);
+    }
+  }
+  float d[kRows / 2];
+  ptx::wgmma_fence();
+  multiply<kSteps>(d, fragments, Operand<Along::kRows>(b, B::kTileBytes), false);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::settle(d);
+  __syncthreads();  // all warps have read a, and b has been multiplied
+  store(reinterpret_cast<float*>(a), d);
+  if (p.fault != kNoProxyFence) ptx::fence_proxy_async();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ptx::bulk_store(p.out, a, kRows * kRows * 4);
+    ptx::bulk_commit();
+    if (p.fault == kOverwritesEarly) a[77] ^= 1;
+    if (p.fault != kNoWait) ptx::bulk_wait_read<0>();
+  }
+}
+
 // One warp, 16 x 16 over kSum: a and b through ldmatrix, b stored along its rows or, kTrans, along its columns.
 template <bool kTrans>
 __global__ __launch_bounds__(32) void warp_product(const __grid_constant__ Products p) {
@@ -299,6 +342,7 @@ void launch_products(Program program, const Variant& v, int warpgroups, const Pr
   if (program == kMbarrierRelay) (void)launch(mbarrier_relay, {1, 256, kRelayBytes}, stream, p);
   if (program == kWarp)
     (void)launch(v.b_columns ? warp_product<true> : warp_product<false>, {1, 32, kWarpBytes}, stream, p);
+  if (program == kBlocks) (void)launch(blocks, {1, 128, 2 * kRows * kSum * 2 + 8}, stream, p);
   if (program == kTf32) (void)launch(tf32_product, {1, 32}, stream, p);
   if (program > kTwice) return;
   v.n == 64 ? launch_product<64>(v, program == kTwice, warpgroups, p, stream)

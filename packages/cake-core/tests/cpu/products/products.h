@@ -51,7 +51,7 @@ struct Products {
   Fault fault;
 };
 
-enum Program { kProduct, kTwice, kPipeline, kNamedRelay, kMbarrierRelay, kWarp, kTf32 };
+enum Program { kProduct, kTwice, kPipeline, kNamedRelay, kMbarrierRelay, kWarp, kTf32, kBlocks };
 
 struct Variant {
   int n;
