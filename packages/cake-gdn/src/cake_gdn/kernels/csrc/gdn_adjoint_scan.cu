@@ -97,7 +97,8 @@ __device__ __forceinline__ void walk_adjoints(const AdjointScan& p, Shared<kWalk
 }
 
 template <int kWalkers>
-__global__ __launch_bounds__(kScanThreads, 1) void gdn_adjoint_scan(const __grid_constant__ AdjointScan p) {
+__global__ __launch_bounds__(Roles<kWalkers, true>::kThreads, 1) void gdn_adjoint_scan(
+    const __grid_constant__ AdjointScan p) {
   Shared<kWalkers>& shared = *dynamic_tiles<Shared<kWalkers>>();
   const Walk walk = walk_of_cta<kWalkers>(p.in);
   if (walk.chunks == 0) return;
@@ -108,8 +109,8 @@ __global__ __launch_bounds__(kScanThreads, 1) void gdn_adjoint_scan(const __grid
 }  // namespace
 
 void launch_gdn_adjoint_scan(const AdjointScan& p, cudaStream_t stream) {
-  (void)(few(p.in) ? launch(&gdn_adjoint_scan<1>, scan_shape<1>(p.in), stream, p)
-                   : launch(&gdn_adjoint_scan<2>, scan_shape<2>(p.in), stream, p));
+  (void)(few(p.in) ? launch(&gdn_adjoint_scan<1>, scan_shape<1, true>(p.in), stream, p)
+                   : launch(&gdn_adjoint_scan<2>, scan_shape<2, true>(p.in), stream, p));
 }
 
 }  // namespace cake::gdn

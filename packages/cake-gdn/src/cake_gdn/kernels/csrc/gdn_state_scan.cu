@@ -111,7 +111,8 @@ __device__ __forceinline__ void walk_states(const StateScan& p, Shared<kWalkers>
 }
 
 template <int kWalkers, bool kOutput, bool kTapes>
-__global__ __launch_bounds__(kScanThreads, 1) void gdn_state_scan(const __grid_constant__ StateScan p) {
+__global__ __launch_bounds__(Roles<kWalkers, false>::kThreads, 1) void gdn_state_scan(
+    const __grid_constant__ StateScan p) {
   Shared<kWalkers>& shared = *dynamic_tiles<Shared<kWalkers>>();
   const Walk walk = walk_of_cta<kWalkers>(p.in);
   if (walk.chunks == 0) return;
@@ -121,7 +122,7 @@ __global__ __launch_bounds__(kScanThreads, 1) void gdn_state_scan(const __grid_c
 
 template <int kWalkers>
 cudaError_t launch_scan(const StateScan& p, cudaStream_t stream) {
-  const Shape shape = scan_shape<kWalkers>(p.in);
+  const Shape shape = scan_shape<kWalkers, false>(p.in);
   if (p.o == nullptr) return launch(&gdn_state_scan<kWalkers, false, true>, shape, stream, p);
   if (p.e == nullptr) return launch(&gdn_state_scan<kWalkers, true, false>, shape, stream, p);
   return launch(&gdn_state_scan<kWalkers, true, true>, shape, stream, p);

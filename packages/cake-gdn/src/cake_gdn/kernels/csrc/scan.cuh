@@ -2,8 +2,7 @@
 //
 // A CTA takes a segment and 64 or 128 value columns of a head: one or two walking warpgroups with 64 columns each, and
 // others that prepare chunks for them: they copy the tiles of the chunk after next while a chunk is walked, and make P,
-// Z . D and the scalars of the next one. One warpgroup does both for two that walk, which are slower and need the
-// registers; two share the work for one. loaded[stage]: the tiles are there; full[stage]: a chunk is prepared;
+// Z . D and the scalars of the next one. loaded[stage]: the tiles are there; full[stage]: a chunk is prepared;
 // empty[stage]: it has been walked.
 //
 // What walks is transposed, values x tokens or values x keys, so that the state and all that is made of it stay in
@@ -27,12 +26,20 @@ namespace cake::gdn {
 inline constexpr int kStages = 3;
 inline constexpr int kColumns = 64;                          // value columns of a walking warpgroup
 inline constexpr int kPrepareBarrier = 1, kWalkBarrier = 2;  // + number of the walking warpgroup
-// Registers of a thread, of 504 for three threads of three warpgroups: what prepares has few.
-inline constexpr int kScanThreads = 3 * kWarpgroup;
-inline constexpr int kPrepareRegisters = 112, kWalkRegisters = 192;                          // two walk
-inline constexpr int kFetchRegisters = 136, kSquaresRegisters = 128, kAloneRegisters = 240;  // one walks
 inline constexpr int kFew = 66;  // segments times heads up to which a head's columns are given to two CTAs
 inline constexpr int64_t kState = static_cast<int64_t>(kHeadDim) * kHeadDim;  // elements
+
+// Who does what, and registers of a thread, of 504 for three warpgroups and 512 for four. Two warpgroups that walk the
+// states need so many that one has to do all of the rest.
+template <int kWalkers, bool kBackwards>
+struct Roles {
+  static constexpr bool kTogether = kWalkers == 2 && !kBackwards;  // one warpgroup prepares
+  static constexpr int kPreparing = kTogether ? 1 : 2;
+  static constexpr int kThreads = (kPreparing + kWalkers) * kWarpgroup;
+  static constexpr int kFetch = kTogether ? 112 : kWalkers == 1 ? 136 : 80;  // and all of the rest, if together
+  static constexpr int kSquares = kWalkers == 1 ? 128 : 96;
+  static constexpr int kWalk = kTogether ? 192 : kWalkers == 1 ? 240 : 168;
+};
 
 template <int kWalkers>
 struct Stage {
@@ -164,7 +171,7 @@ __device__ __forceinline__ void finish(Shared<kWalkers>& shared, int at, int thr
   ptx::mbarrier_arrive(&shared.full[at]);
 }
 
-// One warpgroup prepares.
+// One warpgroup prepares: this is all that it does.
 template <int kWalkers, bool kBackwards>
 __device__ __forceinline__ void prepare(const ScanOperands& p, Shared<kWalkers>& shared, const Walk& walk) {
   Fetcher<kWalkers, kBackwards> fetcher(p, shared, walk);
@@ -381,31 +388,29 @@ __device__ __forceinline__ void run_scan(const ScanOperands& p, Shared<kWalkers>
   __syncthreads();
   // By a shuffle, so that ptxas sees one value for a warp: it serializes products in branches that it thinks diverge.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-  if constexpr (kWalkers == 2) {
-    if (warpgroup == 0) {
-      ptx::setmaxnreg_dec<kPrepareRegisters>();
+  using R = Roles<kWalkers, kBackwards>;
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<R::kFetch>();
+    if constexpr (R::kTogether) {
       prepare<kWalkers, kBackwards>(p, shared, walk);
     } else {
-      ptx::setmaxnreg_inc<kWalkRegisters>();
-      body(warpgroup - 1);
+      fetch<kWalkers, kBackwards>(p, shared, walk);
     }
-  } else if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<kFetchRegisters>();
-    fetch<kWalkers, kBackwards>(p, shared, walk);
-  } else if (warpgroup == 1) {
-    ptx::setmaxnreg_dec<kSquaresRegisters>();
+  } else if (warpgroup < R::kPreparing) {
+    ptx::setmaxnreg_dec<R::kSquares>();
     finish_all<kWalkers, kBackwards>(shared, walk);
   } else {
-    ptx::setmaxnreg_inc<kAloneRegisters>();
-    body(0);
+    ptx::setmaxnreg_inc<R::kWalk>();
+    body(kWalkers == 1 ? 0 : warpgroup - R::kPreparing);
   }
 }
 
 // The launch of a scan kernel with so many walking warpgroups.
-template <int kWalkers>
+template <int kWalkers, bool kBackwards>
 Shape scan_shape(const ScanOperands& p) {
   constexpr int kParts = kHeadDim / (kColumns * kWalkers);
-  Shape shape = {static_cast<unsigned>(p.segment_count) * static_cast<unsigned>(p.heads * kParts), kScanThreads};
+  Shape shape = {static_cast<unsigned>(p.segment_count) * static_cast<unsigned>(p.heads * kParts),
+                 Roles<kWalkers, kBackwards>::kThreads};
   shape.shared = sizeof(Shared<kWalkers>);
   return shape;
 }
