@@ -28,7 +28,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Check and run a forward; ``entry`` is the function that messages name. The final state is None without
     ``final``."""
-    kind, docs = check_forward(entry, x, weight, cu_seqlens, initial_state)
+    kind, docs, _ = check_forward(entry, x, weight, cu_seqlens, initial_state)
     if out is not None:
         check_forward_output(entry, kind, out, x=x, weight=weight, cu_seqlens=cu_seqlens, initial_state=initial_state)
     variants.read("conv1d")

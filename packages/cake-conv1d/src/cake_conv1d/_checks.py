@@ -26,6 +26,7 @@ from cake_core.operands import (
     host_ints,
     is_abstract,
     is_intercepted,
+    ordinary_home,
     place,
 )
 from cake_core.served import SERVED_DEVICES
@@ -38,6 +39,8 @@ from .plan import MAX_TOKENS, fits
 __all__ = ["check_backward", "check_flag", "check_forward", "check_forward_output", "check_kcp", "check_state_call"]
 
 _OFFSETS = (torch.int32, torch.int64)
+_DTYPES = {"cuda": (CUDA_DTYPES[:1], CUDA_DTYPES), "cpu": (CPU_DTYPES, CPU_DTYPES), "meta": (CPU_DTYPES, CPU_DTYPES)}
+"""By kind of device: dtypes of rows, and dtypes of taps and states."""
 
 
 def check_flag(value: Any, name: str, *, entry: str) -> bool:
@@ -47,60 +50,65 @@ def check_flag(value: Any, name: str, *, entry: str) -> bool:
     return value
 
 
-def check_forward(entry: str, x: Any, weight: Any, cu_seqlens: Any, initial_state: Any) -> tuple[str, Documents]:
-    """Check the operands of a forward. Returns where the call runs ("cpu", "cuda" or "meta") and its documents.
+def check_forward(entry: str, x: Any, weight: Any, cu_seqlens: Any, initial_state: Any) -> tuple[str, Documents, bool]:
+    """Check the operands of a forward. Returns where the call runs ("cpu", "cuda" or "meta"), its documents and whether
+    an operand is intercepted.
 
     Raises: TypeError, ValueError, NotImplementedError, RuntimeError as the public functions document.
     """
-    if cu_seqlens is None and initial_state is None:
-        kind = place(entry, x=x, weight=weight)
-    else:
-        kind = place(entry, x=x, weight=weight, **_present(cu_seqlens=cu_seqlens, initial_state=initial_state))
-    on_cuda = kind == "cuda"
-    dtypes = CUDA_DTYPES if on_cuda else CPU_DTYPES
-    check_dtype(entry, "x", x, dtypes[:1] if on_cuda else dtypes, kind)
-    check_dtype(entry, "weight", weight, dtypes, kind)
+    operands = (x, weight) if cu_seqlens is None else (x, weight, cu_seqlens)
+    if initial_state is not None:
+        operands = (*operands, initial_state)
+    home, intercepted = ordinary_home(operands), False
+    if home is None:
+        place(entry, x=x, weight=weight, **_present(cu_seqlens=cu_seqlens, initial_state=initial_state))
+        home, intercepted = device_of(x), is_intercepted(*operands)
+    kind = home[0]
+    rows_dtypes, dtypes = _DTYPES[kind]
+    if x.dtype not in rows_dtypes or weight.dtype not in dtypes:
+        check_dtype(entry, "x", x, rows_dtypes, kind)
+        check_dtype(entry, "weight", weight, dtypes, kind)
     if initial_state is not None:
         check_dtype(entry, "initial_state", initial_state, dtypes, kind)
-    channels = check_rows(entry, "x", x, kind, "" if cu_seqlens is None else "cu_seqlens")
+    shape = x.shape
+    channels = check_rows(entry, "x", x, shape, kind, "" if cu_seqlens is None else "cu_seqlens")
     width = check_taps(entry, "weight", weight, kind, channels, "x")
-    docs = _documents(entry, x, kind, cu_seqlens)
+    docs = _documents(entry, shape, home, cu_seqlens)
     if initial_state is not None:
         _check_state(entry, "initial_state", initial_state, docs, width, channels)
-    return kind, docs
+    return kind, docs, intercepted
 
 
 def check_state_call(entry: str, x: Any, width: int, cu_seqlens: Any, initial_state: Any) -> tuple[str, Documents]:
     """Check the operands of ``conv_final_state``; ``width`` is a host int. Returns and raises as ``check_forward``."""
     kind = place(entry, x=x, **_present(cu_seqlens=cu_seqlens, initial_state=initial_state))
-    dtypes = CUDA_DTYPES if kind == "cuda" else CPU_DTYPES
-    check_dtype(entry, "x", x, dtypes[:1] if kind == "cuda" else dtypes, kind)
+    rows_dtypes, dtypes = _DTYPES[kind]
+    check_dtype(entry, "x", x, rows_dtypes, kind)
     if initial_state is not None:
         check_dtype(entry, "initial_state", initial_state, dtypes, kind)
-    channels = check_rows(entry, "x", x, kind, "" if cu_seqlens is None else "cu_seqlens")
+    shape = x.shape
+    channels = check_rows(entry, "x", x, shape, kind, "" if cu_seqlens is None else "cu_seqlens")
     check_width(width, kind != "cuda", "width", entry=entry)
-    docs = _documents(entry, x, kind, cu_seqlens)
+    docs = _documents(entry, shape, device_of(x), cu_seqlens)
     if initial_state is not None:
         _check_state(entry, "initial_state", initial_state, docs, width, channels)
     return kind, docs
 
 
-def check_rows(entry: str, name: str, x: Tensor, kind: str, offsets: str = "") -> int:
+def check_rows(entry: str, name: str, x: Tensor, shape: torch.Size, kind: str, offsets: str = "") -> int:
     """Check the shape of rows and return their channels; ``offsets``: the argument that says where documents start, if
     it is not the shape. Raises: ValueError."""
-    shape = x.shape
-    if len(shape) != 2 and (len(shape) != 3 or (offsets and shape[0] != 1)):
+    dims = len(shape)
+    if dims != 2 and (dims != 3 or (offsets and shape[0] != 1)):
         wanted = f"[T, C] or [1, T, C] with {offsets}" if offsets else "[T, C], [1, T, C] or [B, T, C]"
-        remedy = (
-            "documents of equal length may come as [B, T, C] without offsets" if offsets and len(shape) == 3 else ""
-        )
+        remedy = "documents of equal length may come as [B, T, C] without offsets" if offsets and dims == 3 else ""
         raise ValueError(message(entry, name, f"of shape {tuple(shape)}", wanted, remedy))
     channels = int(shape[-1])  # symbolic under torch.compile(dynamic=True): a graph serves one number of channels
-    on_cuda = kind == "cuda"
-    if channels < 1 or (on_cuda and channels % CHANNEL_MULTIPLE):
-        check_channels(channels, not on_cuda, name, entry=entry, got=f"of shape {tuple(shape)}")
-    if not is_abstract(x) and x.numel() // channels > MAX_TOKENS:
-        raise ValueError(message(entry, name, f"of {x.numel() // channels} tokens", f"at most {MAX_TOKENS}"))
+    if channels < 1 or (kind == "cuda" and channels % CHANNEL_MULTIPLE):
+        check_channels(channels, kind != "cuda", name, entry=entry, got=f"of shape {tuple(shape)}")
+    tokens = shape[0] if dims == 2 else shape[0] * shape[1]
+    if type(tokens) is int and tokens > MAX_TOKENS and not is_abstract(x):  # a symbolic one would be guarded
+        raise ValueError(message(entry, name, f"of {tokens} tokens", f"at most {MAX_TOKENS}"))
     return channels
 
 
@@ -141,7 +149,7 @@ def check_backward(
     """Check the operands of a backward; ``needs`` is checked. Returns and raises as ``check_forward``."""
     grads = _present(dy=dy, d_final_state=d_final_state)
     check_tensors(entry, x=x, weight=weight, **grads)
-    kind, docs = check_forward(entry, x, weight, cu_seqlens, initial_state)
+    kind, docs, _ = check_forward(entry, x, weight, cu_seqlens, initial_state)
     check_same_device(entry, x=x, **grads)
     if grads:
         check_plain(entry, **grads)
@@ -182,29 +190,33 @@ def _check_state(entry: str, name: str, state: Tensor, docs: Documents, width: i
         raise ValueError(message(entry, name, got, f"[documents, taps - 1, channels], {wanted}"))
 
 
-def _documents(entry: str, x: Tensor, kind: str, cu_seqlens: Any) -> Documents:
-    """The documents of x; offsets are brought to int32 where they are."""
-    shape = x.shape
+def _documents(entry: str, shape: torch.Size, home: tuple[str, int | None], cu_seqlens: Any) -> Documents:
+    """The documents of x, which has this shape and lives at ``home``; offsets are brought to int32 where they are."""
+    kind, index = home
+    if index is None:
+        index = -1
     if cu_seqlens is None:
-        return Documents(None, shape[0] if len(shape) == 3 else 1, shape[-2])
-    if cu_seqlens.dim() != 1:
-        raise ValueError(message(entry, "cu_seqlens", f"of shape {tuple(cu_seqlens.shape)}", "one dimension, [N + 1]"))
-    if cu_seqlens.dtype not in _OFFSETS:
-        raise ValueError(message(entry, "cu_seqlens", str(cu_seqlens.dtype), "torch.int32 or torch.int64"))
-    count = cu_seqlens.shape[0] - 1
+        return Documents(index, None, shape[0] if len(shape) == 3 else 1, shape[-2])
+    sizes, dtype = cu_seqlens.shape, cu_seqlens.dtype
+    if len(sizes) != 1:
+        raise ValueError(message(entry, "cu_seqlens", f"of shape {tuple(sizes)}", "one dimension, [N + 1]"))
+    if dtype not in _OFFSETS:
+        raise ValueError(message(entry, "cu_seqlens", str(dtype), "torch.int32 or torch.int64"))
+    count = sizes[0] - 1
     if not 1 <= count <= MAX_TOKENS:
         wanted = f"from 2 to {MAX_TOKENS + 1} elements, [0, ..., T]"
         raise ValueError(message(entry, "cu_seqlens", f"of {count + 1} elements", wanted))
     offsets = cu_seqlens.contiguous()
-    if kind == "cpu" and not is_abstract(offsets) and offsets.data_ptr() == 0:
-        raise ValueError(message(entry, "cu_seqlens", "without memory", "offsets in memory"))
     host = None
-    if kind == "cpu" and not is_abstract(offsets) and not is_intercepted(offsets):
-        host = host_ints(offsets)
-        _check_offsets(entry, host, shape[-2])
-    if offsets.dtype != torch.int32:
+    if kind == "cpu" and not is_abstract(offsets):
+        if offsets.data_ptr() == 0:
+            raise ValueError(message(entry, "cu_seqlens", "without memory", "offsets in memory"))
+        if not is_intercepted(offsets):
+            host = host_ints(offsets)
+            _check_offsets(entry, host, shape[-2])
+    if dtype is not torch.int32:
         offsets = offsets.to(torch.int32)
-    return Documents(offsets, count, 0, host)
+    return Documents(index, offsets, count, 0, host)
 
 
 def _check_offsets(entry: str, offsets: tuple[int, ...], tokens: int) -> None:
@@ -233,9 +245,9 @@ def check_kcp(
     kind = place(entry, **operands)
     if is_abstract(x) and not x.is_meta:
         raise NotImplementedError(message(entry, first, "a fake tensor", SERVED_DEVICES))
-    dtypes = CUDA_DTYPES if kind == "cuda" else CPU_DTYPES
+    rows_dtypes, dtypes = _DTYPES[kind]
     for x_name, w_name in names:
-        check_dtype(entry, x_name, operands[x_name], dtypes[:1] if kind == "cuda" else dtypes, kind)
+        check_dtype(entry, x_name, operands[x_name], rows_dtypes, kind)
         check_dtype(entry, w_name, operands[w_name], dtypes, kind)
         if operands[x_name].dtype != x.dtype:
             got = str(operands[x_name].dtype)
@@ -245,7 +257,7 @@ def check_kcp(
     tokens = width = 0
     for i, (x_name, w_name) in enumerate(names):
         rows, weight = operands[x_name], operands[w_name]
-        channels = check_rows(entry, x_name, rows, kind, "ctx")
+        channels = check_rows(entry, x_name, rows, rows.shape, kind, "ctx")
         taps = check_taps(entry, w_name, weight, kind, channels, x_name)
         if i == 0:
             tokens, width = rows.shape[-2], taps

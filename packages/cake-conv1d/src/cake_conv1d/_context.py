@@ -114,7 +114,7 @@ def _read(entry: str, ctx: Any) -> Halo:
             tokens,
             width,
             where,
-            Documents(offsets, count, 0, tuple(host)),
+            Documents(-1 if where[1] is None else where[1], offsets, count, 0, tuple(host)),
             joins,
             tables.hist_row_off,
             tables.hist_index,

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-import torch
 from cake_core import config, registry, variants
 from cake_core.errors import check_int
 from cake_core.kcp import RecomputeHandle
 from cake_core.operands import check_needs, is_intercepted
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from . import backends, kcp, plan
 from ._calls import run_backward, run_final_state, run_forward
 from ._checks import check_backward, check_flag, check_forward, check_state_call
-from .autograd import Call, apply
+from .autograd import apply
 from .backends.operands import OPTIONS
 from .op import PREACTIVATION, check_activation
 
@@ -110,21 +110,21 @@ def causal_conv1d(
     if output_final_state is not False:
         check_flag(output_final_state, "output_final_state", entry=entry)
     rounded = _rounds()
-    if torch.compiler.is_compiling():
+    if is_compiling():
         from . import custom_ops
 
         return custom_ops.forward(x, weight, cu_seqlens, initial_state, silu, rounded, output_final_state)
-    kind, docs = check_forward(entry, x, weight, cu_seqlens, initial_state)
-    if is_intercepted(x, weight, cu_seqlens, initial_state):
+    kind, docs, intercepted = check_forward(entry, x, weight, cu_seqlens, initial_state)
+    if intercepted:
         from . import custom_ops
 
         return custom_ops.forward(x, weight, cu_seqlens, initial_state, silu, rounded, output_final_state)
     backend, options = backends.select(kind, x), OPTIONS[silu][rounded]
     variant = variants.read("conv1d")
-    if torch.is_grad_enabled() and (
+    if is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (initial_state is not None and initial_state.requires_grad)
     ):
-        return apply(x, weight, initial_state, Call(backend, docs, options, variant, output_final_state))
+        return apply(x, weight, initial_state, (backend, docs, options, variant, output_final_state))
     y = backends.forward(backend, x, weight, docs, options, initial_state)
     if not output_final_state:
         return y
@@ -155,7 +155,7 @@ def causal_conv1d_fwd(
     if out is None and _traced(x, weight, cu_seqlens, initial_state):
         from . import custom_ops
 
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             check_forward(entry, x, weight, cu_seqlens, initial_state)
         return custom_ops.functional_forward(x, weight, cu_seqlens, initial_state, silu)
     return run_forward(entry, x, weight, cu_seqlens, silu, False, initial_state, out)[0]
@@ -200,7 +200,7 @@ def causal_conv1d_bwd(
     if grads and _traced(x, weight, dy, cu_seqlens, initial_state, d_final_state):
         from . import custom_ops
 
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             check_backward(entry, x, weight, dy, cu_seqlens, initial_state, d_final_state, None, None, needs)
         dx, dweight, d_initial = custom_ops.functional_backward(
             dy, d_final_state, x, weight, cu_seqlens, initial_state, silu, _rounds(), needs
@@ -228,7 +228,7 @@ def conv_final_state(
     if _traced(x, cu_seqlens, initial_state):
         from . import custom_ops
 
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             check_state_call(entry, x, width, cu_seqlens, initial_state)
         return custom_ops.functional_final_state(x, width, cu_seqlens, initial_state)
     return run_final_state(entry, x, width, cu_seqlens, initial_state)
@@ -271,7 +271,7 @@ def causal_conv1d_kcp(
     Variants: as ``causal_conv1d``. torch.compile breaks the graph here.
     """
     entry = "causal_conv1d_kcp"
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return kcp.outside_of_graphs(causal_conv1d_kcp)(
             x_local, weight, ctx, activation=activation, recompute_handle=recompute_handle
         )
@@ -300,7 +300,7 @@ def causal_conv1d_kcp_multi(
         different lengths or none, and for operands of different dtypes, devices or widths.
     """
     entry = "causal_conv1d_kcp_multi"
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return kcp.outside_of_graphs(causal_conv1d_kcp_multi)(
             xs, weights, ctx, activation=activation, recompute_handle=recompute_handle
         )
@@ -326,4 +326,4 @@ def _rounds() -> bool:
 
 
 def _traced(*operands: Any) -> bool:
-    return torch.compiler.is_compiling() or is_intercepted(*operands)
+    return is_compiling() or is_intercepted(*operands)

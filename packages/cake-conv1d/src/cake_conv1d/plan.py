@@ -65,6 +65,7 @@ def fits(rows: int, stride: int) -> bool:
     return rows <= 1 or stride <= MAX_STRIDE
 
 
+@lru_cache(maxsize=64)
 def library(program: str, arch: str) -> str:
     """Name of the library of ``program``, one of ``PROGRAMS``, that a device of ``arch`` runs."""
     return f"conv1d_{program}_{native_arch(arch, entry='cake_conv1d')}"

@@ -43,12 +43,15 @@ def emulated(programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch) -> N
     def uninitialized(shape: Sequence[int], dtype: torch.dtype, device: object) -> Tensor:
         return poisoned_empty(tuple(shape), dtype, "cpu")
 
+    def uninitialized_like(tensor: Tensor, index: int) -> Tensor:
+        return poisoned_empty(tuple(tensor.shape), tensor.dtype, "cpu")
+
     def take(op: str, role: str, nbytes: int, device: object) -> Tensor:
         return poisoned_empty((nbytes // 4,), torch.float32, "cpu").view(torch.uint8)
 
     monkeypatch.setattr(cuda, "_program", program)
     monkeypatch.setattr(cuda, "_index", lambda x: 0)
-    memory = SimpleNamespace(uninitialized=uninitialized, take=take)
+    memory = SimpleNamespace(uninitialized=uninitialized, uninitialized_like=uninitialized_like, take=take)
     for module in (cuda, backends, conv_kcp):
         monkeypatch.setattr(module, "workspace", memory)
     monkeypatch.setattr(backends, "select", lambda kind, x: cuda)

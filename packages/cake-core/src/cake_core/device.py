@@ -7,8 +7,9 @@ GPU can see which device, stream, library and grid an op would use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from .arch import ARCH_BY_CAPABILITY, PORTABLE_ARCH
@@ -27,6 +28,7 @@ __all__ = [
     "device_count",
     "device_of",
     "empty",
+    "home_of",
     "installed",
     "side_stream",
     "sm_count",
@@ -61,6 +63,9 @@ class Backend:
         # call itself, and it is where there is a tensor to work on.
         self._bindings: Any = None
         self._fills: Callable[[], bool] = bool  # torch's deterministic mode, from then on
+        # torch.empty_like and the classes of tensors that it makes a plain tensor from, once it may be used.
+        self._plain: tuple[type, ...] = ()
+        self._like: Any = None
 
     def device_of(self, tensor: Tensor) -> tuple[str, int | None]:
         if tensor.is_cuda:  # a third of what tensor.device and its attributes cost, and every operand is asked
@@ -68,6 +73,16 @@ class Backend:
         if tensor.is_cpu:
             return _CPU
         return tensor.device.type, tensor.device.index
+
+    def home_of(self, tensors: Collection[Tensor]) -> tuple[str, int | None] | None:
+        home = None
+        for tensor in tensors:
+            where = self.device_of(tensor)
+            if where != home:
+                if home is not None:
+                    return None
+                home = where
+        return home
 
     def device_count(self) -> int:
         import torch
@@ -120,6 +135,11 @@ class Backend:
             self._remember(index, dtype)
         return uninitialized_like_torch(shape, dtype, self.torch_device(index))
 
+    def uninitialized_like(self, tensor: Tensor, index: int) -> Tensor:
+        if type(tensor) in self._plain and not self._fills():
+            return self._like(tensor)
+        return self.uninitialized(tensor.shape, tensor.dtype, index)
+
     def _bind(self) -> Any:
         import torch
 
@@ -142,6 +162,8 @@ class Backend:
             self._new_bytes[index] = blank.new_empty
         else:
             self._new[index, dtype] = blank.new_empty
+            self._like = partial(torch.empty_like, memory_format=torch.contiguous_format)
+            self._plain = (torch.Tensor, torch.nn.Parameter)
 
     def capability(self, index: int) -> tuple[int, int]:
         known = self._capabilities.get(index)
@@ -206,6 +228,18 @@ class Backend:
 class _Torch(Backend):
     """The backend of a process without a fake: asks torch no more than it has to."""
 
+    def home_of(self, tensors: Collection[Tensor]) -> tuple[str, int | None] | None:
+        index = None
+        for tensor in tensors:
+            if not tensor.is_cuda:
+                return super().home_of(tensors)
+            found = tensor.get_device()
+            if found != index:
+                if index is not None:
+                    return None
+                index = found
+        return None if index is None else ("cuda", index)
+
     def uncaptured_stream(self, index: int) -> int | None:
         bindings = self._bindings or self._bind()
         handle = bindings._cuda_getCurrentRawStream(index)
@@ -243,6 +277,11 @@ def device_of(tensor: Tensor) -> tuple[str, int | None]:
     Ops choose their backend with this, never with ``tensor.device``, so that a fake device can stand in.
     """
     return backend.device_of(tensor)
+
+
+def home_of(tensors: Collection[Tensor]) -> tuple[str, int | None] | None:
+    """Where all of ``tensors`` live, as ``device_of`` tells it; None when they do not live together."""
+    return backend.home_of(tensors)
 
 
 def device_count() -> int:

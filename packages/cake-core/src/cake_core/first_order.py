@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from .errors import message
 
@@ -20,17 +20,17 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def first_order(op: str, operands: Sequence[Tensor | None], run: Callable[[], _Grads]) -> _Grads:
-    """What ``run`` returns: the gradients that an autograd Function's backward computes from ``operands``.
+def first_order(op: str, operands: Sequence[Tensor | None], run: Callable[..., _Grads], *args: Any) -> _Grads:
+    """What ``run(*args)`` returns: the gradients that an autograd Function's backward computes from ``operands``.
 
     Under ``create_graph=True`` a gradient is a function of every operand. torch's ``once_differentiable`` looks at the
     incoming gradients alone: with one that needs no gradient itself (``y.sum()``, ones) a second derivative would be
     silently 0. Here it raises RuntimeError; a first derivative under ``create_graph=True`` is served.
     """
-    if not torch.is_grad_enabled():
-        return run()
+    if not is_grad_enabled():
+        return run(*args)
     with torch.no_grad():
-        grads = run()
+        grads = run(*args)
     given = [grad for grad in grads if grad is not None]
     sources = [operand for operand in operands if operand is not None]
     guarded = iter(_Once.apply(op, len(given), *given, *sources))  # pyright: ignore[reportArgumentType]

@@ -12,14 +12,24 @@ from torch import Tensor
 
 from .errors import message
 
-__all__ = ["heads", "heads_in_place", "rows", "rows_in_place", "vector"]
+__all__ = ["heads", "heads_in_place", "is_dense", "rows", "rows_in_place", "vector"]
 
 _ALIGN_BYTES = 16
 _ALIGN_ELEMENTS = 8
 
 
+def is_dense(value: Tensor) -> bool:
+    """Whether the kernels read ``value`` as it is, whatever its dimensions: contiguous, at an aligned address."""
+    if not value.is_contiguous():
+        return False
+    address = value.data_ptr()
+    return address % _ALIGN_BYTES == 0 and address != 0
+
+
 def rows(value: Tensor, *, expanded: bool = True) -> Tensor:
     """[..., H] dense, or [rows, H] with one row stride; ``expanded=False`` copies a tensor whose rows share memory."""
+    if is_dense(value):
+        return value
     view = rows_in_place(value)
     if view is not None and (expanded or view.is_contiguous() or view.stride(0) >= view.shape[1]):
         return view
@@ -48,6 +58,8 @@ def rows_in_place(value: Tensor) -> Tensor | None:
 
 def heads(value: Tensor, *, expanded: bool = True) -> Tensor:
     """[..., heads, D] dense, or [tokens, heads, D] with two strides; ``expanded=False`` as in ``rows``."""
+    if is_dense(value):
+        return value
     view = heads_in_place(value)
     if view is not None and (expanded or view.is_contiguous() or min(view.stride()) > 0):
         return view
@@ -79,7 +91,7 @@ def heads_in_place(value: Tensor) -> Tensor | None:
 
 def vector(value: Tensor) -> Tensor:
     """A weight or rstd as the kernels read it: contiguous, aligned; FP32 may be a negated view, which is copied too."""
-    if value.is_contiguous() and _readable(value) and not value.is_neg():
+    if is_dense(value) and not value.is_neg():
         return value
     return _copy(value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ __all__ = [
     "host_ints",
     "is_abstract",
     "is_intercepted",
+    "ordinary_home",
     "place",
     "written",
 ]
@@ -43,6 +44,7 @@ __all__ = [
 CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CUDA_DTYPES = (torch.bfloat16, torch.float32)  # of a weight; activations are BF16
 _PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 _SERVED = ("cpu", "cuda", "meta")
 _NO_HANDLER: Any = getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 
@@ -68,24 +70,26 @@ def place(entry: str, **operands: Any) -> str:
 
     Raises: as ``check_tensors``, ``check_same_device`` and ``check_plain``; an ordinary call passes all three at once.
     """
-    if peek_interpreter_stack() is None and forward_ad._current_level < 0:
-        device_of = device.backend.device_of
-        home = None
-        for value in operands.values():
-            if type(value) not in _PLAIN or value.layout is not torch.strided:
-                break
-            where = device_of(value)
-            if where != home:
-                if home is not None or where[0] not in _SERVED:
-                    break
-                home = where
-        else:
-            if home is not None:
-                return home[0]
+    home = ordinary_home(operands.values())
+    if home is not None:
+        return home[0]
     check_tensors(entry, **operands)
     kind = check_same_device(entry, **operands)
     check_plain(entry, **operands)
     return kind
+
+
+def ordinary_home(operands: Collection[Any]) -> tuple[str, int | None] | None:
+    """Where strided tensors of torch's own classes live, all on one device that is served and outside of every
+    transform: nothing is left to check for ``place``, and none is intercepted. None for every other call, right or
+    wrong."""
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return None
+    for value in operands:
+        if type(value) not in _PLAIN or value.layout is not _STRIDED:
+            return None
+    home = device.backend.home_of(operands)
+    return home if home is not None and home[0] in _SERVED else None
 
 
 def check_tensors(entry: str, **operands: Any) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["release_pool", "stats", "take", "uninitialized"]
+__all__ = ["release_pool", "stats", "take", "uninitialized", "uninitialized_like"]
 
 _Key = tuple[int, int, int, str, str]
 """Device, raw stream handle, thread, op, role."""
@@ -187,6 +187,12 @@ def uninitialized(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         index = cast("int | None", target.index)
         return devices.uninitialized(shape, dtype, devices.current_device() if index is None else index)
     return devices.uninitialized_like_torch(shape, dtype, target)
+
+
+def uninitialized_like(tensor: Tensor, index: int) -> Tensor:
+    """A dense tensor with the shape and dtype of ``tensor``, which lives on CUDA device ``index``, as ``uninitialized``
+    makes it: torch copies both without Python reading them."""
+    return devices.backend.uninitialized_like(tensor, index)
 
 
 def stats() -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +46,42 @@ def test_a_capability_has_its_architecture(capability: tuple[int, int], arch: st
     """R46: capability -> architecture table."""
     with FakeCuda(capability=capability):
         assert device.device_arch(0) == arch
+
+
+class Resident:
+    """What the layer asks of a tensor."""
+
+    def __init__(self, kind: str, index: int = -1) -> None:
+        self.is_cuda, self.is_cpu = kind == "cuda", kind == "cpu"
+        self.device = SimpleNamespace(type=kind, index=None if index < 0 else index)
+        self.get_device = lambda: index
+
+
+@pytest.mark.parametrize(
+    ("homes", "together"),
+    [
+        ([("cuda", 1)] * 3, ("cuda", 1)),
+        ([("cpu", -1)] * 2, ("cpu", None)),
+        ([("meta", -1)], ("meta", None)),
+        ([("cuda", 0), ("cuda", 0), ("cuda", 1)], None),
+        ([("cuda", 0), ("cpu", -1)], None),
+        ([("cpu", -1), ("cuda", 0)], None),
+        ([("cuda", 0), ("xpu", 0)], None),
+        ([], None),
+    ],
+)
+def test_tensors_live_together_or_not(homes: list[tuple[str, int]], together: object) -> None:
+    """As ``device_of`` says of each: by the backend of a process without a fake."""
+    tensors: Any = [Resident(*home) for home in homes]
+    assert device.home_of(tensors) == together
+
+
+def test_fake_devices_answer_for_several_tensors() -> None:
+    with FakeCuda() as fake:
+        here, there, host = fake.cuda(torch.zeros(2), 0), fake.cuda(torch.zeros(2), 1), torch.zeros(2)
+        assert device.home_of((there, there.view(1, 2))) == ("cuda", 1)
+        for apart in ((here, there), (here, host), (host, here)):
+            assert device.home_of(apart) is None
 
 
 @pytest.mark.parametrize("which", [1, "cuda:1", torch.device("cuda", 1)])

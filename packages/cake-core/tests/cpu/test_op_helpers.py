@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from cake_core import cpu_math, layout
+from cake_core import cpu_math, layout, operands
 from cake_core.testing.operands import bf16_ulp, budget_name, normal
 from torch import Tensor
 
@@ -28,6 +28,35 @@ def test_a_wrapper_that_cannot_be_copied_into_memory_is_refused() -> None:
     value = torch.ones(4, 64, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="a TwoTensor without memory of its own"):
         layout.rows(two_tensor.TwoTensor(value, value))
+
+
+def test_an_ordinary_call_has_a_home() -> None:
+    """Only plain tensors of one device outside of transforms: such a call needs no further look at its operands."""
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
+    x = torch.ones(4, 8)
+    assert operands.ordinary_home((x, torch.nn.Parameter(x), x[0].t())) == ("cpu", None)
+    assert operands.ordinary_home((x.to("meta"),)) == ("meta", None)
+    odd = (None, 3, x.to_sparse(), x.to("meta"), two_tensor.TwoTensor(x, x))
+    assert [operands.ordinary_home((x, value)) for value in odd] == [None] * len(odd)
+    assert operands.ordinary_home(()) is None
+    seen: list[object] = []
+
+    def look(value: Tensor) -> Tensor:
+        seen.append(operands.ordinary_home((value,)))
+        return value.sum()
+
+    torch.func.grad(look)(x)
+    with torch.autograd.forward_ad.dual_level():
+        look(torch.autograd.forward_ad.make_dual(x, x))
+    assert seen == [None, None]
+
+
+def test_dense_operands_are_read_as_they_are() -> None:
+    x = torch.ones(6, 16, dtype=torch.bfloat16)
+    read = [x, x.view(2, 3, 16), x[1:2, 8:], x.view(-1)[8:24]]
+    assert all(layout.is_dense(value) and layout.rows(value) is value for value in read)
+    # Strided, at an address off the grid, without elements.
+    assert not any(map(layout.is_dense, (x[:, :8], x.t(), x.view(-1)[1:9], x[:0])))
 
 
 def test_bf16_ulp_is_the_distance_to_the_next_number() -> None:

@@ -210,6 +210,50 @@ def test_the_real_backend_gives_what_torch_empty_gives_and_never_fills(first: bo
                 assert (ours._base, ours.requires_grad) == (None, False)
 
 
+class Named(Tensor):
+    """A class of its own, which torch passes on to what it derives from it."""
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_output_like_an_operand_is_dense_plain_and_never_filled(first: bool) -> None:
+    """R74: whatever the strides, the class and the mode; strides of a single row are those of a dense tensor."""
+    wide = torch.ones(7, 24, dtype=torch.bfloat16)
+    operands = [
+        wide,
+        torch.nn.Parameter(wide),
+        wide.as_subclass(Named),
+        wide[:, 8:16],
+        wide[:1, :8],
+        wide.t(),
+        wide[:0],
+        wide.view(7, 3, 8),
+        wide.float()[0, 0],
+    ]
+    torch.use_deterministic_algorithms(True)
+    for dtype in (torch.bfloat16, torch.float32):  # the first one of a dtype makes the tensor that is copied
+        workspace.uninitialized((1,), dtype, "cpu")
+    with device.installed(OnTheHost()):
+        for mode in (first, not first, first):
+            torch.use_deterministic_algorithms(mode)
+            try:
+                with profile(activities=[ProfilerActivity.CPU]) as trace:
+                    got = [workspace.uninitialized_like(operand, 0) for operand in operands]
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert [event.name for event in trace.events() or () if "fill" in event.name] == []
+            for ours, operand in zip(got, operands, strict=True):
+                plain = torch.empty(operand.shape, dtype=operand.dtype)
+                assert (type(ours), ours.shape, ours.stride()) == (Tensor, plain.shape, plain.stride())
+                assert (ours.dtype, ours._base, ours.requires_grad) == (plain.dtype, None, False)
+
+
+def test_an_output_like_an_operand_lives_on_its_device(fake: FakeCuda) -> None:
+    operand = fake.cuda(torch.ones(3, 8), 1)
+    fake.allocations.clear()
+    assert fake.index_of(workspace.uninitialized_like(operand, 1)) == 1
+    assert [(a.index, a.nbytes, a.by) for a in fake.allocations] == [(1, 96, "runtime")]
+
+
 def test_what_a_tensor_mode_makes_is_not_remembered() -> None:
     """A first call under fake tensors leaves nothing behind; one in inference mode leaves an ordinary maker."""
     with device.installed(OnTheHost()):

@@ -21,12 +21,14 @@ from .operands import Documents, History, Options
 
 __all__ = ["backward", "final_state", "flat", "forward", "new", "select", "taps"]
 
+_BACKENDS = {"cpu": cpu, "cuda": cuda, "meta": meta}
+
 
 def select(kind: str, x: Tensor) -> Any:
     """The backend of a call whose operands live on a ``kind`` of device."""
-    if is_abstract(x):
+    if type(x) is not Tensor and is_abstract(x):
         return meta
-    return cuda if kind == "cuda" else cpu
+    return _BACKENDS[kind]
 
 
 def forward(
@@ -41,8 +43,8 @@ def forward(
     """y in x's shape, written to ``out`` where it is given. x: [T, C] or [B, T, C]; weight: [C, W] or [C, 1, W];
     state: [N, H, C] or None."""
     history = None if state is None else _history(state)
-    if x.dim() == 2 and out is None:
-        return backend.forward(x, taps(weight), docs, options, history)
+    if out is None and x.dim() == 2:
+        return backend.forward(x, weight if weight.dim() == 2 else taps(weight), docs, options, history)
     if backend is meta:
         return meta.forward(x, weight, docs, options, history, out)
     y = new(x) if out is None else out
@@ -72,7 +74,7 @@ def backward(
         # Only the final state has a gradient. Without an activation g is this zero, whatever x holds.
         dy, options = torch.zeros_like(x), options._replace(silu=False)
         needs = needs[0], False, needs[2]
-    elif dy.dtype != x.dtype:
+    elif dy.dtype is not x.dtype:
         dy = dy.to(x.dtype)
     if d_final is not None:
         d_final = d_final.to(x.dtype if state is None else state.dtype)

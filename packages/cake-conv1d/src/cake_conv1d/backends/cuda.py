@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 from cake_core import device, loader, workspace
-from cake_core.layout import rows, vector
+from cake_core.layout import is_dense, rows, vector
 from torch import Tensor
 
 from .. import plan
@@ -54,12 +54,12 @@ def forward(
 
     ``skip`` [N, H] int32: where skip[n, H - 1] >= 0, the first H tokens of document n are not written.
     """
-    index = _index(x)
-    y = workspace.uninitialized(x.shape, x.dtype, index) if out is None else out
+    index = docs.index
+    y = workspace.uninitialized_like(x, index) if out is None else out
     if x.numel():
         run = _program("fwd", index)
-        history_rows, table = _history(history)
-        run(y, _rows(x), vector(weight), docs.cu, docs.length, history_rows, table, skip, int(options.silu))
+        history_rows, table = (None, None) if history is None else _history(history)
+        run(y, _rows(x), vector(weight), docs.cu, docs.length, history_rows, table, skip, options.silu)
     return y
 
 
@@ -81,24 +81,24 @@ def backward(
 
     ``skip`` [N, H] int32: where skip[n, 0] >= 0, dx of the last H tokens of document n is not written.
     """
-    index = _index(x)
-    if needs[0] and dx is None:
-        dx = workspace.uninitialized(x.shape, x.dtype, index)
-    if needs[1] and dweight is None:
-        dweight = workspace.uninitialized(weight.shape, weight.dtype, index)
-    d_rows = None if d_final is None else vector(d_final).view(-1, x.shape[1])
-    if not x.numel():
-        d_initial = _initial_gradient_of_nothing(weight, docs, history, d_final) if needs[2] else None
+    index = docs.index
+    tokens, channels = x.shape
+    need_x, need_weight, need_state = needs
+    if need_x and dx is None:
+        dx = workspace.uninitialized_like(x, index)
+    if need_weight and dweight is None:
+        dweight = workspace.uninitialized_like(weight, index)
+    d_rows = None if d_final is None else vector(d_final).view(-1, channels)
+    if not tokens:
+        d_initial = _initial_gradient_of_nothing(weight, docs, history, d_final) if need_state else None
         return dx, dweight if dweight is None else dweight.zero_(), d_initial
     x, dy, weight = _rows(x), _rows(dy, expanded=False), vector(weight)
-    history_rows, table = _history(history)
-    if needs[0] or needs[1]:
-        tokens, channels = x.shape
-        width = weight.shape[1]
+    history_rows, table = (None, None) if history is None else _history(history)
+    if need_x or need_weight:
         launch = plan.plan_backward(tokens, channels)
         partial = None
-        if needs[1] and launch.partial_rows > 1:
-            partial = workspace.take("conv1d", "partial", launch.partial_bytes(channels, width), index)
+        if need_weight and launch.partial_rows > 1:
+            partial = workspace.take("conv1d", "partial", launch.partial_bytes(channels, weight.shape[1]), index)
         _program("bwd", index)(
             dx,
             dweight,
@@ -112,42 +112,40 @@ def backward(
             table,
             d_rows,
             skip,
-            int(options.silu),
-            int(options.round_preactivation),
+            options.silu,
+            options.round_preactivation,
             launch.blocks,
             launch.partial_rows,
         )
     d_initial = None
-    if needs[2]:
+    if need_state:
         assert history is not None
         d_initial = workspace.uninitialized(_state_shape(weight, docs), history.rows.dtype, index)
-        out = d_initial.view(-1, x.shape[1])
-        _edge(_Edge.INITIAL_GRADIENT, index, out, x, weight, docs, options, history, dy=dy, read=d_rows)
+        out = d_initial.view(-1, channels)
+        _edge(_Edge.INITIAL_GRADIENT, out, x, weight, docs, options, history, dy=dy, read=d_rows)
     return dx, dweight, d_initial
 
 
 def final_state(x: Tensor, width: int, docs: Documents, history: History | None) -> Tensor:
     """[N, H, C] in the history's dtype, else x's: the last H rows of each document, its history before them."""
-    index = _index(x)
     shape = (docs.count, width - 1, x.shape[1])
     if not x.numel():
         return x.new_zeros(shape) if history is None else history.rows.view(shape).clone()
-    out = workspace.uninitialized(shape, x.dtype if history is None else history.rows.dtype, index)
-    _edge(_Edge.FINAL_STATE, index, out.view(-1, x.shape[1]), _rows(x), None, docs, Options(False, False), history)
+    out = workspace.uninitialized(shape, x.dtype if history is None else history.rows.dtype, docs.index)
+    _edge(_Edge.FINAL_STATE, out.view(-1, x.shape[1]), _rows(x), None, docs, Options(False, False), history)
     return out
 
 
 def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
     """out[i] = x[index[i]]; index [rows] int64, out [rows, C] with any row stride."""
     if out.numel():
-        where = _index(x)
-        _program("halo", where)(0, out, _rows(x), None, None, None, index, None, 0, None, None, 0, 0)
+        _program("halo", _index(x))(0, out, _rows(x), None, None, None, index, None, 0, None, None, 0, 0)
 
 
 def head_forward(x: Tensor, weight: Tensor, docs: Documents, options: Options, history: History, y: Tensor) -> None:
     """y of the first H tokens of the documents with history.table[n, H - 1] >= 0."""
     if x.numel():
-        _edge(_Edge.HEAD_FORWARD, _index(x), y, _rows(x), vector(weight), docs, options, history)
+        _edge(_Edge.HEAD_FORWARD, y, _rows(x), vector(weight), docs, options, history)
 
 
 def head_gradient(
@@ -162,8 +160,8 @@ def head_gradient(
 ) -> None:
     """g of token s + k to the rows slots[n, k] of ``send`` [rows, C] FP32; slots [N, H, H] int32, -1: unused."""
     if x.numel() and send.numel():
-        where, dy = _index(x), _rows(dy, expanded=False)
-        _edge(_Edge.HEAD_GRADIENT, where, send, _rows(x), vector(weight), docs, options, history, dy=dy, table=slots)
+        dy = _rows(dy, expanded=False)
+        _edge(_Edge.HEAD_GRADIENT, send, _rows(x), vector(weight), docs, options, history, dy=dy, table=slots)
 
 
 def tail_gradient(
@@ -180,10 +178,9 @@ def tail_gradient(
     """dx of the last H tokens of the documents with table[n, 0] >= 0; g of token e + m is row table[n, m] of
     ``received`` [rows, C] FP32; table [N, H] int32, -1: no such token."""
     if x.numel() and received.numel():
-        where, dy = _index(x), _rows(dy, expanded=False)
+        dy = _rows(dy, expanded=False)
         _edge(
             _Edge.TAIL_GRADIENT,
-            where,
             dx,
             _rows(x),
             vector(weight),
@@ -198,7 +195,6 @@ def tail_gradient(
 
 def _edge(
     edge: _Edge,
-    index: int,
     out: Tensor,
     x: Tensor,
     weight: Tensor | None,
@@ -210,8 +206,8 @@ def _edge(
     read: Tensor | None = None,
     table: Tensor | None = None,
 ) -> None:
-    history_rows, history_table = _history(history)
-    _program("halo", index)(
+    history_rows, history_table = (None, None) if history is None else _history(history)
+    _program("halo", docs.index)(
         int(edge),
         out,
         x,
@@ -223,22 +219,21 @@ def _edge(
         docs.length,
         history_rows,
         history_table,
-        int(options.silu),
-        int(options.round_preactivation),
+        options.silu,
+        options.round_preactivation,
     )
 
 
 def _rows(value: Tensor, *, expanded: bool = True) -> Tensor:
     """[rows, C] as the kernels read it."""
+    if is_dense(value):  # no channel count that a kernel takes makes dense rows too long
+        return value
     found = rows(value, expanded=expanded)
-    # No channel count that a kernel takes makes dense rows too long; asking for sizes costs more than for denseness.
     return found if found.is_contiguous() or plan.fits(found.shape[0], found.stride(0)) else found.contiguous()
 
 
-def _history(history: History | None) -> tuple[Tensor | None, Tensor | None]:
+def _history(history: History) -> tuple[Tensor | None, Tensor | None]:
     """Rows as the kernels read them, and their table. A pool that no fragment of this rank reads may be empty."""
-    if history is None:
-        return None, None
     return (_rows(history.rows) if history.rows.numel() else None), history.table
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from timeit import Timer
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-__all__ = ["ALLOCATION", "PYTHON_CALL", "ROOM", "Calibration", "Timed", "Work", "timed", "work"]
+from .. import device
+
+__all__ = ["ALLOCATION", "PYTHON_CALL", "ROOM", "Calibration", "OnTheHost", "Timed", "Work", "timed", "work"]
 
 Call = Callable[[], object]
 
@@ -71,6 +74,37 @@ ROOM = 1.5
 PYTHON_CALL = Calibration(lambda: None, 25)
 _cpu = torch.device("cpu")
 ALLOCATION = Calibration(lambda: torch.empty(64, dtype=torch.uint8, device=_cpu), 1050)
+
+
+class OnTheHost(device.Backend):
+    """The real backend step by step, which takes CPU tensors for those of a Hopper device 0 that captures nothing."""
+
+    def torch_device(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
+    def device_of(self, tensor: Tensor) -> tuple[str, int | None]:
+        assert tensor.is_cpu
+        return "cuda", tensor.get_device() + 1
+
+    def home_of(self, tensors: Collection[Tensor]) -> tuple[str, int | None] | None:
+        index = None
+        for tensor in tensors:
+            assert tensor.is_cpu
+            found = tensor.get_device()
+            if found != index:
+                if index is not None:
+                    return None
+                index = found
+        return None if index is None else ("cuda", index + 1)
+
+    def device_count(self) -> int:
+        return 1
+
+    def uncaptured_stream(self, index: int) -> int | None:
+        return 0
+
+    def capability(self, index: int) -> tuple[int, int]:
+        return 9, 0
 
 
 class Timed(NamedTuple):

@@ -17,7 +17,7 @@ __all__ = ["backward", "forward"]
 def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, out: Tensor | None) -> Tensor:
     """y of x and z [..., D] BF16 and weight [D] BF16 or FP32."""
     index = _index(x)
-    y = workspace.uninitialized(x.shape, x.dtype, index) if out is None else out
+    y = workspace.uninitialized_like(x, index) if out is None else out
     if x.numel() == 0:
         return y
     _program("fwd", index)(
@@ -49,11 +49,11 @@ def backward(
     index = _index(x)
     given = (dx, dz, dweight)
     if needs[0] and dx is None:
-        dx = workspace.uninitialized(x.shape, x.dtype, index)
+        dx = workspace.uninitialized_like(x, index)
     if needs[1] and dz is None:
-        dz = workspace.uninitialized(x.shape, x.dtype, index)
+        dz = workspace.uninitialized_like(x, index)
     if needs[2] and dweight is None:
-        dweight = workspace.uninitialized(weight.shape, weight.dtype, index)
+        dweight = workspace.uninitialized_like(weight, index)
     if x.numel() == 0:
         return dx, dz, dweight if dweight is None else dweight.zero_()
     width = x.shape[-1]

@@ -23,7 +23,7 @@ def check_device(index: int | None) -> None:
 def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Tensor | None) -> tuple[Tensor, Tensor]:
     """(y, rstd) of x [..., H] BF16 and weight [H] BF16 or FP32."""
     index, shape = _index(x), x.shape
-    y = workspace.uninitialized(shape, x.dtype, index) if out is None else rows(out)
+    y = workspace.uninitialized_like(x, index) if out is None else rows(out)
     scales = rstd
     if scales is None:
         rows_shape = (shape[0],) if len(shape) == 2 else shape[:-1]  # a slice of a Size is slow to make
@@ -37,7 +37,7 @@ def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Ten
 def output(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y alone, where no backward follows: rstd would be one more allocation."""
     index = _index(x)
-    y = workspace.uninitialized(x.shape, x.dtype, index)
+    y = workspace.uninitialized_like(x, index)
     _run_forward(index, y, None, x, weight, eps)
     return y
 
@@ -62,9 +62,9 @@ def backward(
     index = _index(x)
     given = (dx, dweight)
     if needs[0] and dx is None:
-        dx = workspace.uninitialized(x.shape, x.dtype, index)
+        dx = workspace.uninitialized_like(x, index)
     if needs[1] and dweight is None:
-        dweight = workspace.uninitialized(weight.shape, weight.dtype, index)
+        dweight = workspace.uninitialized_like(weight, index)
     if x.numel() == 0:
         return dx, dweight if dweight is None else dweight.zero_()
     hidden = x.shape[-1]
