@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +220,68 @@ def test_a_wrong_convolution_is_not_timed(conv: ModuleType, tmp_path: Path, monk
     monkeypatch.setattr(operands.api, "causal_conv1d_fwd", lambda *given: forward(*given) * 1.01)
     with pytest.raises(AssertionError, match="y: relative RMS error"):
         conv.main(["--quick", "--device", "cpu", *one, "--peers"])
+
+
+def test_the_reference_of_a_convolution_is_made_once(conv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All implementations and passes of a shape are compared with it. It is made by blocks of channels, and without the
+    oracle's elementwise errors."""
+    operands = sys.modules["conv_operands"]
+    asked: list[tuple[int, bool]] = []
+    reference = operands.oracle.reference
+
+    def counted(x: Any, *given: Any, errors: bool = True) -> Any:
+        asked.append((x.shape[1], errors))
+        return reference(x, *given, errors=errors)
+
+    monkeypatch.setattr(operands.oracle, "reference", counted)
+    monkeypatch.setattr(operands, "_REFERENCE_ELEMENTS", 70 * 12)
+    argv = ["--quick", "--device", "cpu", "--rounds", "1", "--shape", "quick-5", "--fast", "--peers", "torch"]
+    assert conv.main(argv) == 0
+    assert asked == [(12, False), (4, False)]
+    made = operands.Conv.make("cpu", **conv.QUICK["quick-5"])
+    whole = reference(made.x, made.weight, made.dy, made.cu)
+    for name in ("y", "dx", "dweight"):
+        torch.testing.assert_close(made.reference[name], getattr(whole, name), rtol=1e-12, atol=1e-14)
+
+
+def test_peers_of_the_convolution_are_warmed_side_by_side(
+    conv: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process for each peer that compiles and each kind of shape; one job runs here, and its failure is named."""
+    import torch._inductor.config
+
+    peers = sys.modules["conv_peers"]
+    started: list[list[str]] = []
+
+    def run(command: list[str], **given: Any) -> Any:
+        assert os.environ["FLA_CACHE_RESULTS"] == "0"
+        started.append(command[2:])
+        return subprocess.CompletedProcess(command, 0, stdout="")
+
+    testing = ModuleType("triton.testing")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(testing=testing))
+    monkeypatch.setitem(sys.modules, "triton.testing", testing)
+    monkeypatch.setattr(torch._inductor.config, "autotune_local_cache", True)
+    monkeypatch.setenv("FLA_CACHE_RESULTS", "1")
+    monkeypatch.setattr(conv, "COMPILED", {"fla": "json", "fla gluon": "json.missing", "torch.compile": "missing"})
+    with monkeypatch.context() as patched:
+        patched.setattr(conv.subprocess, "run", run)
+        assert conv.main(["--warm", "--device", "cpu", "--rows", "contiguous"]) == 0
+    # Nine sizes with offsets and without, and one with FP32 taps; those of 16 documents are those of 200.
+    assert len(started) == 2 * 9 + 1
+    assert ["--warm", "--device", "cpu", "--peers", "fla", "--shape", "qwen3next-2k-16"] in started
+    assert not torch._inductor.config.autotune_local_cache
+    calls: list[int] = []
+    assert testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [1.0, 1.0]  # type: ignore[attr-defined]
+    assert calls == [1]
+    monkeypatch.setitem(sys.modules, "fla", None)
+    monkeypatch.setattr(conv, "PEERS", {**peers.PEERS, "fla": peers.PEERS["torch"]})
+    one = ["--quick", "--warm", "--shape", "quick-1", "--pass", "fwd", "--device", "cpu", "--peers", "fla"]
+    assert conv.main(one) == 0
+    assert capsys.readouterr().out.rstrip().endswith("s, ran")
+    monkeypatch.setattr(conv, "PEERS", peers.PEERS)
+    assert conv.main(one) == 0
+    assert "s, ModuleNotFoundError: " in capsys.readouterr().out
 
 
 def test_the_rows_of_the_convolution_are_the_table_and_its_slices(conv: ModuleType) -> None:

@@ -11,7 +11,8 @@
 # may come as its source archive (causal_conv1d-*.tar.gz): it is compiled for this device, which takes minutes and nvcc,
 # the wheel is left in OUT.
 # OUT: folder for logs and documents; default bench-norms, bench-conv1d, bench-gdn. The package is cake-norms if none is
-# named. With --warm (cake-gdn) nothing is timed: all peers compile side by side into their caches, for a later call.
+# named. With --warm (cake-conv1d, cake-gdn) nothing is timed: all peers compile side by side into their caches, for a later
+# call on the same machine.
 # GIT_SHA: commit of the sources, for the documents. Prints the short tables last; fails when a run failed.
 set -uo pipefail
 package=cake-norms
@@ -28,6 +29,7 @@ wheels=${1:?folder with wheels}
 out=${2:-bench-$short}
 shift $(($# < 2 ? $# : 2))
 [ "$package" = cake-gdn ] && other=("$@" --peers fla)
+[ "$package" = cake-conv1d ] && case " $* " in *" --warm "*) other+=(--warm) ;; esac
 mkdir -p "$out"
 work=$(mktemp -d)
 mkdir "$work/wheels" "$work/site"

@@ -7,7 +7,9 @@ result of ours stops the run; a peer that is not installed, fails or is wrong is
 ``conv_peers`` says how each peer is called. The host's time for a step at one short shape is reported at the end, as
 ``host_time`` of the document.
 
-Two versions of fla do not fit into a process: time another one with a run of its own, ``--peers fla torch --rows
+Peers compile for every size, fla 0.5 for 15 to 20 s: ``--warm`` lets them do it side by side, a process for each peer
+and kind of shape, and times nothing; what they compiled lies in their caches on disk afterwards. Two versions of fla do
+not fit into a process: time another one with a run of its own, ``--peers fla torch --rows
 peered`` under another PYTHONPATH, which times ours and torch again beside it.
 
 ``--quick`` runs every part on tiny shapes, on the CPU too: its figures mean nothing, and no bar is held against them.
@@ -16,9 +18,13 @@ peered`` under another PYTHONPATH, which times ours and torch again beside it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from statistics import median
@@ -32,7 +38,7 @@ from cake_core.bench_bars import absent_line, copy_run, fast_bar, heading, peer_
 from cake_core.bench_report import Comparison, comparisons, geomeans, label, size_of
 from cake_core.bench_timers import captured
 from conv_operands import PASSES, Conv, Run
-from conv_peers import BF16_STEPS, PEERS, Peer
+from conv_peers import BF16_STEPS, COMPILED, PEERS, Peer, compile_only
 
 OP = "conv1d"
 # Widths of [q | k | v | z | b | a] by channels; the last is 16480 at tensor parallelism 8, no multiple of 8: copied.
@@ -81,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; with --quick what there is")
     parser.add_argument("--rounds", type=int, help="default: 20, with --quick 2")
     parser.add_argument("--budget", type=float, metavar="S", help="no shape starts later than this many seconds in")
+    parser.add_argument("--warm", action="store_true", help="let the peers compile, time nothing")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: shows that everything runs")
     parser.add_argument("--git-sha", help="commit of the sources, where they are not a checkout")
     parser.add_argument("--json", metavar="FILE", help="write the cake-bench/1 document")
@@ -91,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--device cuda: there is no CUDA device; needs one, or --device cpu")
     if unknown := set(args.shape or ()) - {*_shapes(args)}:
         parser.error(f"--shape {', '.join(sorted(unknown))}: needs of {', '.join(sorted(_shapes(args)))}")
+    if args.warm:
+        return warm(args)
 
     absent: list[dict[str, str]] = []
     doc = run_bench(
@@ -124,6 +133,65 @@ def _asked(args: argparse.Namespace, shape: str, params: Mapping[str, Any]) -> b
         "contiguous": "row_stride" not in params,
     }
     return of[args.rows]
+
+
+def warm(args: argparse.Namespace) -> int:
+    """Every pass of the peers that compile, once at a shape of each kind that they compile for."""
+    compile_only()
+    peers = [name for name in args.peers if name in COMPILED and _installed(COMPILED[name])]
+    jobs: dict[tuple[Any, ...], tuple[str, str]] = {}
+    for shape, params in _shapes(args).items():
+        if shape in _graphed(args) or not _asked(args, shape, params):
+            continue
+        sizes = (params["tokens"], params["channels"], params.get("documents", 1) != 1)
+        for name in peers:
+            jobs.setdefault((name, *sizes, params.get("weight"), params.get("row_stride")), (name, shape))
+    if len(jobs) <= 1:
+        for job in jobs.values():
+            _warm(args, *job)
+        return 0
+    same = ["--warm", "--device", args.device, *(["--quick"] if args.quick else [])]
+    for pass_ in args.passes or ():
+        same += ["--pass", pass_]
+
+    def run(job: tuple[str, str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, __file__, *same, "--peers", job[0], "--shape", job[1]]
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    failed, begin = 0, time.monotonic()
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        for (name, shape), done in zip(jobs.values(), pool.map(run, jobs.values()), strict=True):
+            failed |= done.returncode
+            print(f"== {name} {shape}: exit {done.returncode}, {time.monotonic() - begin:.0f} s", flush=True)
+            print(done.stdout, end="", flush=True)
+    return int(failed != 0)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _warm(args: argparse.Namespace, name: str, shape: str) -> None:
+    """A failure is named and none of this run: the timing run leaves the peer out with the same reason."""
+    conv = Conv.make(args.device, **_shapes(args)[shape])
+    for pass_ in args.passes or PASSES:
+        begin = time.monotonic()
+        try:
+            peer = PEERS[name](conv)
+            if pass_ not in peer.passes:
+                continue
+            if peer.before is not None:
+                peer.before()
+            peer.passes[pass_]()()
+            if args.device == "cuda":
+                torch.cuda.synchronize()
+            what = "ran"
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"[:500]
+        print(f"warm {name} {pass_} {shape}: {time.monotonic() - begin:.1f} s, {what}", flush=True)
 
 
 def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[BenchTarget]:

@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ["PASSES", "Conv", "Outputs", "Run", "check", "gradients", "ours", "select_variant", "step", "traffic"]
 
 PASSES = ("fwd", "bwd", "step")
-_REFERENCE_ELEMENTS = 1 << 26  # of a block of channels: the oracle keeps about twenty FP64 tensors of it
+_REFERENCE_ELEMENTS = 1 << 26  # of a block of channels: the oracle keeps about ten FP64 tensors of it
 
 Outputs = dict[str, Tensor]
 Run = Callable[[], Outputs]
@@ -63,7 +63,8 @@ class Conv:
 
     @functools.cached_property
     def reference(self) -> Outputs:
-        """FP64 y, dx and dweight of the op's oracle, with SiLU' where our default policy takes it, by channels."""
+        """FP64 y, dx and dweight of the op's oracle, with SiLU' where our default policy takes it, by channels: what
+        every implementation and pass is compared with. Without elementwise bounds, which take three times as long."""
         outputs = {name: torch.empty_like(self.dy, dtype=torch.float64) for name in ("y", "dx")}
         outputs["dweight"] = torch.empty_like(self.weight, dtype=torch.float64)
         tokens, channels = self.dy.shape
@@ -71,7 +72,7 @@ class Conv:
         step = max(1, _REFERENCE_ELEMENTS // tokens)
         for begin in range(0, channels, step):
             some = slice(begin, begin + step)
-            found = oracle.reference(self.x[:, some], self.weight[some], self.dy[:, some], cu)
+            found = oracle.reference(self.x[:, some], self.weight[some], self.dy[:, some], cu, errors=False)
             outputs["y"][:, some], outputs["dx"][:, some], outputs["dweight"][some] = found.y, found.dx, found.dweight
         return outputs
 
