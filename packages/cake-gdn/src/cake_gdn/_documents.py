@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ def find_documents(entry: str, q: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any, 
 
     Raises: TypeError for what are no offsets; ValueError for offsets that contradict q, each other or the context.
     """
+    if cu_seqlens is None and cu_seqlens_cpu is None and crossing is None:
+        batch, length = q.shape[:2]
+        return Documents(None, batch, length, None if is_abstract(q) else _equal(batch, length))
     given = [_offsets(entry, "cu_seqlens", cu_seqlens), _offsets(entry, "cu_seqlens_cpu", cu_seqlens_cpu)]
     found = [offsets for offsets in given if offsets is not None]
     batch, length = q.shape[:2]
@@ -48,10 +52,13 @@ def find_documents(entry: str, q: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any, 
     if known is not None and known.values is not None and known.values[-1] > length:
         argument, wanted = f"{known.name}[{known.size - 1}]", f"at most {length}, the tokens of q"
         raise ValueError(message(entry, argument, known.values[-1], wanted))
-    if found:
-        return Documents(cu_seqlens, found[0].size - 1, 0, None if known is None else known.values)
-    equal = None if is_abstract(q) else tuple(length * n for n in range(batch + 1))
-    return Documents(None, batch, length, equal)
+    return Documents(cu_seqlens, found[0].size - 1, 0, None if known is None else known.values)
+
+
+@lru_cache(maxsize=256)
+def _equal(batch: int, length: int) -> tuple[int, ...]:
+    """Offsets of documents of one length: one tuple a shape, so that no call makes it again."""
+    return tuple(length * n for n in range(batch + 1))
 
 
 def _offsets(entry: str, name: str, value: Any) -> _Offsets | None:
