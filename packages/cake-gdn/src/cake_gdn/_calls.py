@@ -62,7 +62,7 @@ def forward(call: Call, inputs: _Six) -> tuple[Tensor, Tensor | None, Kept]:
 def _forward(call: Call, inputs: _Six) -> tuple[Tensor, Tensor | None, Kept]:
     backend, _, options, save, final, state_v_first, crossing = call
     x = _operands(call, inputs)
-    tapes = None if backend.BATCHED else backend.prepare(x, options)
+    tapes: Any = None if backend.BATCHED else backend.prepare(x, options)
     entering = transfers = None
     if crossing is not None:
         entering, transfers = kcp.enter(crossing, backend, x, options, tapes)
@@ -112,11 +112,11 @@ def _backward(
     if crossing is None and (True not in needs or (do is None and dht is None)):
         return _NO_GRADS
     x = _operands(call, inputs)
-    if do is None:
-        do = q.new_zeros(()).expand(v.shape)
-    elif do.dtype is not v.dtype:
-        do = do.to(v.dtype)  # the dtype of o, which this is the gradient of
-    rows = do if backend.BATCHED else do.reshape(x.v.shape)
+    rows: Tensor = q.new_zeros(()).expand(v.shape) if do is None else do
+    if rows.dtype is not v.dtype:
+        rows = rows.to(v.dtype)  # the dtype of o, which this is the gradient of
+    if not backend.BATCHED:
+        rows = rows.reshape(x.v.shape)
     tapes, entering, transfers = kept
     if tapes.z is None:
         tapes = backend.prepare(x, options)
@@ -127,7 +127,7 @@ def _backward(
         x = x._replace(entering=crossing.entering(entering))
         adjoints = kcp.leave(crossing, backend, x, options, tapes, rows, transfers)
         leaving = crossing.leaving(adjoints)
-    out = packed_like(q, k, v) if packed and needs[0] and needs[1] and needs[2] else None
+    out: Any = packed_like(q, k, v) if packed and needs[0] and needs[1] and needs[2] else None
     if backend.BATCHED:
         found = backend.backward(x, options, tapes, rows, leaving, needs, out or (None, None, None))
         out = _as(found.dq, q), _as(found.dk, k), _as(found.dv, v)
@@ -141,7 +141,7 @@ def _backward(
         found = backend.backward(x, options, tapes, rows, leaving, needs, given)
     dg, dbeta, dh0 = found[3:]
     if dh0 is not None:
-        dh0 = (dh0.mT.contiguous() if call.state_v_first else dh0).to(state.dtype)
+        dh0 = (dh0.mT.contiguous() if call.state_v_first else dh0).to(inputs[5].dtype)
     return GdnGrads(*out, _as(dg, g), _as(dbeta, beta), dh0)
 
 

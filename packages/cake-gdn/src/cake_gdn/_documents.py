@@ -18,6 +18,7 @@ from .kcp import Crossing
 __all__ = ["find_documents"]
 
 _DTYPES = (torch.int32, torch.int64)
+_INT = {int}
 
 
 class _Offsets(NamedTuple):
@@ -61,12 +62,21 @@ def _equal(batch: int, length: int) -> tuple[int, ...]:
     return tuple(length * n for n in range(batch + 1))
 
 
+@lru_cache(maxsize=256)
+def _known(entry: str, name: str, values: tuple[int, ...]) -> tuple[int, ...]:
+    """``host_offsets`` of ints alone, which values compare as: each layout is checked once, wrong ones every time."""
+    return host_offsets(values, name, entry=entry)
+
+
 def _offsets(entry: str, name: str, value: Any) -> _Offsets | None:
     """One argument; a tensor on a device and a fake one have a size alone."""
     if value is None:
         return None
     if not isinstance(value, Tensor):
-        values = host_offsets(value, name, entry=entry)
+        if type(value) is tuple and {*map(type, value)} == _INT:
+            values = _known(entry, name, value)
+        else:
+            values = host_offsets(value, name, entry=entry)
         return _Offsets(name, len(values), values)
     if name == "cu_seqlens_cpu" and not value.is_cpu:
         got, wanted = f"a tensor on {value.device}", "offsets in host memory"
@@ -80,7 +90,7 @@ def _offsets(entry: str, name: str, value: Any) -> _Offsets | None:
     if is_abstract(value):
         return _Offsets(name, value.shape[0], None)
     if value.is_cpu:
-        values = host_offsets(host_ints(value.contiguous()), name, entry=entry)
+        values = _known(entry, name, host_ints(value.contiguous()))
         return _Offsets(name, len(values), values)
     return _Offsets(name, value.shape[0], None)
 

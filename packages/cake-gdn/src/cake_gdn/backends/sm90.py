@@ -306,10 +306,14 @@ def _clear_padding(
     if end == tokens:
         return
     for outputs, inner in ((rows, 3), (gates, 2)):
-        for output in outputs:
-            if output is not None:
-                # Offsets come with one batch row: the dimension of the tokens alone counts them.
-                (output if end is None else output.narrow(output.dim() - inner, end, tokens - end)).zero_()
+        cleared = [output for output in outputs if output is not None]
+        if end is not None:
+            # Offsets come with one batch row: the dimension of the tokens alone counts them.
+            cleared = [output.narrow(output.dim() - inner, end, tokens - end) for output in cleared]
+        if len(cleared) == 1:
+            cleared[0].zero_()
+        elif cleared:  # dense ones of one dtype take one launch together
+            torch._foreach_zero_(cleared)
 
 
 def _tokens(x: Operands) -> int:
