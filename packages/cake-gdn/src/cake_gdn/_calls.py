@@ -51,25 +51,35 @@ def record(call: Call, inputs: _Six) -> Record:
     )
 
 
-@torch.no_grad()
 def forward(call: Call, inputs: _Six) -> tuple[Tensor, Tensor | None, Kept]:
     """(o, final states, what is kept) of q, k, v, g, beta and the initial state, in the caller's shapes."""
-    backend, options = call.backend, call.options
+    if torch.is_grad_enabled():  # an autograd Function has turned it off: to do so again takes two microseconds
+        with torch.no_grad():
+            return _forward(call, inputs)
+    return _forward(call, inputs)
+
+
+def _forward(call: Call, inputs: _Six) -> tuple[Tensor, Tensor | None, Kept]:
+    backend, _, options, save, final, state_v_first, crossing = call
     x = _operands(call, inputs)
-    tapes = backend.prepare(x, options)
+    tapes: Any = None if backend.BATCHED else backend.prepare(x, options)
     entering = transfers = None
-    if call.crossing is not None:
-        entering, transfers = kcp.enter(call.crossing, backend, x, options, tapes)
-        x = x._replace(entering=call.crossing.entering(entering))
-    o, final, tapes = backend.forward(x, options, tapes, final=call.final, keep=call.save == "full")
-    if final is not None and call.state_v_first:
-        final = final.mT.contiguous()
-    if call.save == "none":
-        return o.view(inputs[2].shape), final, Kept(NO_TAPES, None, None)
-    return o.view(inputs[2].shape), final, Kept(tapes, entering, transfers)
+    if crossing is not None:
+        entering, transfers = kcp.enter(crossing, backend, x, options, tapes)
+        x = x._replace(entering=crossing.entering(entering))
+    o, ends, tapes = backend.forward(x, options, tapes, final=final, keep=save == "full")
+    if ends is not None and state_v_first:
+        ends = ends.mT.contiguous()
+    shape = inputs[2].shape
+    if o.shape != shape:
+        o = o.view(shape)
+    return o, ends, _NOTHING if save == "none" else Kept(tapes, entering, transfers)
 
 
-@torch.no_grad()
+_NOTHING = Kept(NO_TAPES, None, None)
+_NO_GRADS = GdnGrads(*(None,) * 6)
+
+
 def backward(
     call: Call,
     inputs: _Six,
@@ -81,43 +91,73 @@ def backward(
     packed: bool = True,
 ) -> GdnGrads:
     """Gradients of q, k, v, g, beta and the initial state. ``packed``: dq, dk, dv may share a buffer as q, k, v do."""
-    needs = *needs[:5], needs[5] and inputs[5] is not None
-    if call.crossing is None and (not any(needs) or (do is None and dht is None)):
-        return GdnGrads(*(None,) * 6)
-    backend, options = call.backend, call.options
-    q, k, v, state = *inputs[:3], inputs[5]
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _backward(call, inputs, do, dht, kept, needs, packed)
+    return _backward(call, inputs, do, dht, kept, needs, packed)
+
+
+def _backward(
+    call: Call,
+    inputs: _Six,
+    do: Tensor | None,
+    dht: Tensor | None,
+    kept: Kept,
+    needs: Sequence[bool],
+    packed: bool,
+) -> GdnGrads:
+    q, k, v, g, beta, state = inputs
+    backend, crossing, options = call.backend, call.crossing, call.options
+    needs = *needs[:5], needs[5] and state is not None
+    if crossing is None and (True not in needs or (do is None and dht is None)):
+        return _NO_GRADS
     x = _operands(call, inputs)
-    do = q.new_zeros(()).expand(v.shape) if do is None else do
-    rows = do.to(v.dtype).reshape(x.v.shape)  # the dtype of o, which this is the gradient of
+    rows: Tensor = q.new_zeros(()).expand(v.shape) if do is None else do
+    if rows.dtype is not v.dtype:
+        rows = rows.to(v.dtype)  # the dtype of o, which this is the gradient of
+    if not backend.BATCHED:
+        rows = rows.reshape(x.v.shape)
     tapes, entering, transfers = kept
     if tapes.z is None:
         tapes = backend.prepare(x, options)
-        if call.crossing is not None:
-            entering, transfers = kcp.enter(call.crossing.anew(), backend, x, options, tapes)
+        if crossing is not None:
+            entering, transfers = kcp.enter(crossing.anew(), backend, x, options, tapes)
     leaving = None if dht is None else States(dht.mT if call.state_v_first else dht)
-    if call.crossing is not None:
-        x = x._replace(entering=call.crossing.entering(entering))
-        adjoints = kcp.leave(call.crossing, backend, x, options, tapes, rows, transfers)
-        leaving = call.crossing.leaving(adjoints)
-    out = packed_like(q, k, v) if packed and all(needs[:3]) else None
-    if out is None:
-        out = tuple(
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else None
-            for t, need in zip((q, k, v), needs[:3], strict=True)
-        )
-    given = tuple(None if t is None else t.flatten(0, 1) for t in out)
-    found = backend.backward(x, options, tapes, rows, leaving, needs, given)
-    dg, dbeta = (None if t is None else t.view(q.shape[:2] + t.shape[1:]) for t in (found.dg, found.dbeta))
-    dh0 = found.dh0
+    if crossing is not None:
+        x = x._replace(entering=crossing.entering(entering))
+        adjoints = kcp.leave(crossing, backend, x, options, tapes, rows, transfers)
+        leaving = crossing.leaving(adjoints)
+    out: Any = packed_like(q, k, v) if packed and needs[0] and needs[1] and needs[2] else None
+    if backend.BATCHED:
+        found = backend.backward(x, options, tapes, rows, leaving, needs, out or (None, None, None))
+        out = _as(found.dq, q), _as(found.dk, k), _as(found.dv, v)
+    else:
+        if out is None:
+            out = tuple(
+                torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else None
+                for t, need in zip((q, k, v), needs[:3], strict=True)
+            )
+        given = tuple(None if t is None else t.flatten(0, 1) for t in out)
+        found = backend.backward(x, options, tapes, rows, leaving, needs, given)
+    dg, dbeta, dh0 = found[3:]
     if dh0 is not None:
-        dh0 = (dh0.mT.contiguous() if call.state_v_first else dh0).to(state.dtype)
-    return GdnGrads(*out, dg, dbeta, dh0)
+        dh0 = (dh0.mT.contiguous() if call.state_v_first else dh0).to(inputs[5].dtype)
+    return GdnGrads(*out, _as(dg, g), _as(dbeta, beta), dh0)
+
+
+def _as(gradient: Tensor | None, operand: Tensor) -> Tensor | None:
+    """``gradient`` in the shape and dtype of ``operand``; a call of torch that changes nothing costs as much as any."""
+    if gradient is None:
+        return None
+    if gradient.dtype is not operand.dtype:
+        gradient = gradient.to(operand.dtype)
+    return gradient if gradient.shape == operand.shape else gradient.view(operand.shape)
 
 
 def _operands(call: Call, inputs: _Six) -> Operands:
-    """The tensors as packed rows; strides that no view describes are copied."""
-    *tensors, state = inputs
+    """The tensors as the backend takes them."""
+    q, k, v, g, beta, state = inputs
     entering = None
     if state is not None:
         entering = States(state.mT if call.state_v_first else state)
-    return Operands(*(t.reshape(-1, *t.shape[2:]) for t in tensors), call.docs, entering)
+    return call.backend.arrange(q, k, v, g, beta, call.docs, entering)

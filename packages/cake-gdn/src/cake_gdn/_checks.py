@@ -95,22 +95,54 @@ def check_operands(
     Raises: TypeError, ValueError, NotImplementedError, RuntimeError as the public functions document.
     """
     operands = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    operands |= _present(initial_state=initial_state, cu_seqlens=cu_seqlens, **gate)
+    if gate or initial_state is not None or cu_seqlens is not None:
+        operands |= _present(initial_state=initial_state, cu_seqlens=cu_seqlens, **gate)
     kind = place(entry, **operands)
+    if not (kind == "cuda" and initial_state is None and not gate and _fit(q, k, v, g, beta)):
+        _check_each(entry, kind, operands, gate)
+    docs = find_documents(entry, q, cu_seqlens, cu_seqlens_cpu, crossing)
+    if initial_state is not None:
+        _check_state(entry, "initial_state", initial_state, docs, v.shape[2])
+    return docs
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> bool:
+    """Whether dtypes and shapes on CUDA are all right, each read once; ``_check_each`` finds and says what is not."""
+    dtype, shape, values = q.dtype, q.shape, v.shape
+    if dtype is not torch.bfloat16 or k.dtype is not dtype or v.dtype is not dtype:
+        return False
+    if g.dtype not in _DTYPES[:3] or beta.dtype not in _DTYPES[:3] or len(shape) != 4 or len(values) != 4:
+        return False
+    batch, tokens, heads, width = shape
+    if type(tokens) is not int:  # of a fake tensor: to compare it would be a guard
+        return False
+    value_heads = values[2]
+    gates = batch, tokens, value_heads
+    return (
+        width == HEAD_DIM
+        and heads > 0 < value_heads
+        and value_heads % heads == 0
+        and k.shape == shape
+        and values == (*gates, HEAD_DIM)
+        and g.shape == gates
+        and beta.shape == gates
+        and batch * tokens <= MAX_TOKENS
+    )
+
+
+def _check_each(entry: str, kind: str, operands: dict[str, Any], gate: dict[str, Any]) -> None:
+    """Raises: ValueError for the first operand of another dtype or shape."""
+    q, v = operands["q"], operands["v"]
     check_dtype(entry, "q", q, _DTYPES[:1] if kind == "cuda" else _DTYPES, kind)
-    for name, value in (("k", k), ("v", v)):
-        if value.dtype != q.dtype:
-            raise ValueError(message(entry, name, str(value.dtype), f"{q.dtype}, the dtype of q"))
+    for name in ("k", "v"):
+        if operands[name].dtype != q.dtype:
+            raise ValueError(message(entry, name, str(operands[name].dtype), f"{q.dtype}, the dtype of q"))
     for name in ("g", "beta", "initial_state", *gate):
         if name in operands:
             check_dtype(entry, name, operands[name], _DTYPES[:3] if kind == "cuda" else _DTYPES, kind)
     _check_shapes(entry, **{name: operands[name] for name in ("q", "k", "v", "g", "beta")})
     for name in gate:
         check_shape(entry, name, operands[name], v.shape[2:3], "[HV],") if name in operands else None
-    docs = find_documents(entry, q, cu_seqlens, cu_seqlens_cpu, crossing)
-    if initial_state is not None:
-        _check_state(entry, "initial_state", initial_state, docs, v.shape[2])
-    return docs
 
 
 def check_backward(entry: str, q: Tensor, v: Tensor, docs: Documents, do: Any, dht: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from .kcp import Crossing
 __all__ = ["find_documents"]
 
 _DTYPES = (torch.int32, torch.int64)
+_INT = {int}
 
 
 class _Offsets(NamedTuple):
@@ -33,6 +35,9 @@ def find_documents(entry: str, q: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any, 
 
     Raises: TypeError for what are no offsets; ValueError for offsets that contradict q, each other or the context.
     """
+    if cu_seqlens is None and cu_seqlens_cpu is None and crossing is None:
+        batch, length = q.shape[:2]
+        return Documents(None, batch, length, None if is_abstract(q) else _equal(batch, length))
     given = [_offsets(entry, "cu_seqlens", cu_seqlens), _offsets(entry, "cu_seqlens_cpu", cu_seqlens_cpu)]
     found = [offsets for offsets in given if offsets is not None]
     batch, length = q.shape[:2]
@@ -48,10 +53,19 @@ def find_documents(entry: str, q: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any, 
     if known is not None and known.values is not None and known.values[-1] > length:
         argument, wanted = f"{known.name}[{known.size - 1}]", f"at most {length}, the tokens of q"
         raise ValueError(message(entry, argument, known.values[-1], wanted))
-    if found:
-        return Documents(cu_seqlens, found[0].size - 1, 0, None if known is None else known.values)
-    equal = None if is_abstract(q) else tuple(length * n for n in range(batch + 1))
-    return Documents(None, batch, length, equal)
+    return Documents(cu_seqlens, found[0].size - 1, 0, None if known is None else known.values)
+
+
+@lru_cache(maxsize=256)
+def _equal(batch: int, length: int) -> tuple[int, ...]:
+    """Offsets of documents of one length: one tuple a shape, so that no call makes it again."""
+    return tuple(length * n for n in range(batch + 1))
+
+
+@lru_cache(maxsize=256)
+def _known(entry: str, name: str, values: tuple[int, ...]) -> tuple[int, ...]:
+    """``host_offsets`` of ints alone, which values compare as: each layout is checked once, wrong ones every time."""
+    return host_offsets(values, name, entry=entry)
 
 
 def _offsets(entry: str, name: str, value: Any) -> _Offsets | None:
@@ -59,7 +73,10 @@ def _offsets(entry: str, name: str, value: Any) -> _Offsets | None:
     if value is None:
         return None
     if not isinstance(value, Tensor):
-        values = host_offsets(value, name, entry=entry)
+        if type(value) is tuple and {*map(type, value)} == _INT:
+            values = _known(entry, name, value)
+        else:
+            values = host_offsets(value, name, entry=entry)
         return _Offsets(name, len(values), values)
     if name == "cu_seqlens_cpu" and not value.is_cpu:
         got, wanted = f"a tensor on {value.device}", "offsets in host memory"
@@ -73,7 +90,7 @@ def _offsets(entry: str, name: str, value: Any) -> _Offsets | None:
     if is_abstract(value):
         return _Offsets(name, value.shape[0], None)
     if value.is_cpu:
-        values = host_offsets(host_ints(value.contiguous()), name, entry=entry)
+        values = _known(entry, name, host_ints(value.contiguous()))
         return _Offsets(name, len(values), values)
     return _Offsets(name, value.shape[0], None)
 

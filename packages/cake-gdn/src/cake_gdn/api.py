@@ -151,21 +151,27 @@ def chunk_gated_delta_rule(
     scale = check_options(entry, scale, plan)
     if recompute_state is None:
         recompute_state = bool(config.option("gdn", RECOMPUTE_STATE))
-    check_flags(entry, recompute_state=recompute_state)
+    else:
+        check_flags(entry, recompute_state=recompute_state)
     activations = use_beta_sigmoid_in_kernel, allow_neg_eigval, use_gate_in_kernel, A_log, dt_bias
-    check_gates(entry, *activations)
+    activated = use_beta_sigmoid_in_kernel or use_gate_in_kernel
+    if activated or allow_neg_eigval or A_log is not None or dt_bias is not None:
+        check_gates(entry, *activations)
     crossing = _crossing(entry, cp_context, initial_state, output_final_state)
     q, k, v = autocast(q, k, v)
-    given = {name: t for name, t in (("A_log", A_log), ("dt_bias", dt_bias)) if t is not None}
+    given = {}
+    if use_gate_in_kernel:
+        given = {name: t for name, t in (("A_log", A_log), ("dt_bias", dt_bias)) if t is not None}
     offsets = cu_seqlens, cu_seqlens_cpu
     traced = torch.compiler.is_compiling()
     docs = None if traced else check_operands(entry, q, k, v, g, beta, initial_state, *offsets, crossing, **given)
     if crossing is not None:
         crossing = kcp.bind(crossing, recompute_handle, (q, k, v, g, beta), entry=entry)
-    g, beta = activate(g, beta, *activations)
+    if activated:
+        g, beta = activate(g, beta, *activations)
     inputs = q, k, v, g, beta, initial_state
     options = Options(scale, use_qk_l2norm_in_kernel, plan, variants.read("gdn"))
-    graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    graded = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in inputs])
     save = "none" if not graded else "light" if recompute_state else "full"
     if docs is None or is_intercepted(*inputs, *offsets):
         from . import custom_ops

@@ -22,16 +22,18 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        *inputs, call = given
+        inputs, call = given[:6], given[6]
         needs = ctx.needs_input_grad
         if call.save == "full" and not (needs[0] or needs[1] or needs[3] or needs[4]):
             call = call._replace(save="light")  # the adjoint scan alone reads neither e nor states
         o, final, kept = _calls.forward(call, inputs)
-        ctx.save_for_backward(*inputs, call.docs.cu, *kept.tensors())
+        tapes, entering, transfers = kept
+        ctx.save_for_backward(*inputs, call.docs.cu, *tapes, entering, transfers)
         ctx.set_materialize_grads(False)
         # Without the tensors of the call: what keeps tensors is save_for_backward alone.
-        crossing = None if call.crossing is None else call.crossing.anew()
-        ctx.call = call._replace(docs=call.docs._replace(cu=None), crossing=crossing)
+        if call.crossing is not None:
+            call = call._replace(crossing=call.crossing.anew())
+        ctx.call = call if call.docs.cu is None else call._replace(docs=call.docs._replace(cu=None))
         return o if final is None else (o, final)
 
     @staticmethod
@@ -40,9 +42,10 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         do, dht = grads if len(grads) == 2 else (grads[0], None)
         variants.settle("gdn", call.options.variant)
         saved = ctx.saved_tensors  # a checkpoint unpacks them once
-        *inputs, cu = saved[:7]
+        inputs, cu = saved[:6], saved[6]
         kept = Kept.of(saved[7:])
-        call = call._replace(docs=call.docs._replace(cu=cu))
+        if cu is not None:
+            call = call._replace(docs=call.docs._replace(cu=cu))
         needs = ctx.needs_input_grad[:6]
         found = first_order("gdn", (*inputs, do, dht), lambda: _calls.backward(call, inputs, do, dht, kept, needs))
         return *found, None

@@ -100,11 +100,13 @@ def _buffer(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
 
 def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the heads of q, k and v follow one another in memory, in every row."""
+    strides = q.stride()
+    # First what tells tensors of their own apart: this is asked in every backward.
+    if strides != k.stride() or strides != v.stride() or not q.dtype == k.dtype == v.dtype:
+        return False
     if any(is_abstract(t) for t in (q, k, v)) or not q.numel() or q.shape[-1] != HEAD_DIM:
         return False
-    if not q.dtype == k.dtype == v.dtype or not q.stride() == k.stride() == v.stride():
-        return False
-    if q.stride()[-2:] != (HEAD_DIM, 1) or q.shape[:-2] != v.shape[:-2] or q.shape != k.shape:
+    if strides[-2:] != (HEAD_DIM, 1) or q.shape[:-2] != v.shape[:-2] or q.shape != k.shape:
         return False
     heads, start = q.shape[-2], q.storage_offset()
     if len({t.untyped_storage().data_ptr() for t in (q, k, v)}) != 1:

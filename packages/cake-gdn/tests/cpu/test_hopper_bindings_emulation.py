@@ -112,9 +112,42 @@ def test_each_operand_is_refused_in_another_dtype_and_rank(programs: dict[str, P
             got = str(dtype).removeprefix("torch.")
             refused(programs, name, rf"^{operand} is {got}; needs {text}", **{operand: value.to(dtype)})
         rank = value.dim()
-        for other in (value[None], value[0]):
+        for other in (value[None, None], value[0]):
             text = rf"^{operand} has {other.dim()} dimensions; needs {rank}"
             refused(programs, name, text, **{operand: other})
+
+
+BATCHED = (*ROWS, "g", "beta", "o", "dg", "dbeta")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_may_have_a_batch_dimension(programs: dict[str, Program], name: str) -> None:
+    """[1, T, ...] and [T, 1, ...] in any strides of tokens, [2, T / 2, ...] only where one stride walks all tokens."""
+    rows = {operand: value for operand, value in tensors(name).items() if operand in BATCHED}
+    before = launches(programs)
+    run(programs, name, **{operand: value[None] for operand, value in rows.items()})
+    run(programs, name, **{operand: value[:, None] for operand, value in rows.items()})
+    assert launches(programs) == before + 2
+    for operand, value in rows.items():
+        apart = torch.zeros(T, 2, *value.shape[1:], dtype=value.dtype)[:, :1].expand(T, 2, *value.shape[1:])
+        if operand not in ("q", HEADS[name], "dbeta", "dg", "o"):
+            refused(programs, name, rf"^{operand}\.stride\(0\) is \d+; needs 0, the tokens", **{operand: apart})
+
+
+@pytest.mark.parametrize("name", ["state_scan", "adjoint_scan", "tail"])
+def test_scratch_may_be_raw_bytes(programs: dict[str, Program], name: str) -> None:
+    """Of the size that the rows say, or more; a tail counts the chunks that there is room for."""
+    raw = {o: t.flatten().view(torch.uint8) for o, t in tensors(name).items() if o in ("e", "E", "states", "adjoints")}
+    before = launches(programs)
+    run(programs, name, **raw)
+    assert launches(programs) == before + 1
+    for operand, value in raw.items():
+        if operand in ("e", "E"):
+            text = rf"^{operand} has {len(value) - 1} bytes; needs {len(value)}"
+            refused(programs, name, text, **{operand: value[:-1]})
+        elif name == "tail":
+            text = rf"^chunks\.shape\[0\] is {CHUNKS}; needs at most .* {CHUNKS - 1} of {operand}"
+            refused(programs, name, text, **{operand: value[:-1]})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,7 +2,8 @@
 
 A backend module has ``prepare``, ``forward`` and ``backward``, and for context parallelism ``summarize``, ``adjoint``
 and ``compose``, all on the tuples of ``operands``: packed rows [T, heads, ...] in any strides, states [., HV, K, V]. It
-allocates what it is not given and copies what it cannot read.
+allocates what it is not given and copies what it cannot read. ``arrange`` makes its operands of the caller's. One that
+says ``BATCHED`` takes rows in the caller's dimensions, its ``forward`` prepares, and its ``backward`` makes dq, dk, dv.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def select(entry: str, q: Tensor, options: Options, context: bool) -> Any:
     """
     if is_abstract(q):
         return meta
-    if not q.is_cuda:
+    kind, index = device_of(q)
+    if kind != "cuda":
         return cpu
-    sm90.check(entry, device_of(q)[1], options, context)
+    sm90.check(entry, index, options, context)
     return sm90

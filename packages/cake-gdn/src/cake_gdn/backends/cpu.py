@@ -28,9 +28,11 @@ from torch import Tensor
 from ..plan import CHUNK, Segment
 from .cpu_tail import Tail
 from .cpu_tiles import Call, Tile, work_dtype
-from .operands import Gradients, Operands, Options, States, Tapes
+from .operands import Gradients, Operands, Options, States, Tapes, arrange
 
-__all__ = ["adjoint", "backward", "compose", "forward", "prepare", "summarize"]
+__all__ = ["BATCHED", "adjoint", "arrange", "backward", "compose", "forward", "prepare", "summarize"]
+
+BATCHED = False
 
 _EPS = 1e-6  # inside of the root of the L2 norm
 _LEAF = 16  # rows of Z that are substituted one by one

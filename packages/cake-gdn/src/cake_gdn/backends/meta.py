@@ -9,9 +9,11 @@ from cake_core.operands import compute_dtype
 from torch import Tensor
 
 from .. import plan
-from .operands import Gradients, Operands, Options, States, Tapes
+from .operands import Gradients, Operands, Options, States, Tapes, arrange
 
-__all__ = ["backward", "forward", "prepare"]
+__all__ = ["BATCHED", "arrange", "backward", "forward", "prepare"]
+
+BATCHED = False
 
 
 def prepare(x: Operands, options: Options) -> Tapes:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["NO_TAPES", "Documents", "Gradients", "Operands", "Options", "States", "Tapes"]
+__all__ = ["NO_TAPES", "Documents", "Gradients", "Operands", "Options", "States", "Tapes", "arrange"]
 
 
 class Documents(NamedTuple):
@@ -31,7 +31,8 @@ class States(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of one call, in any strides; T tokens, H query/key heads, HV value heads."""
+    """The tensors of one call, in any strides; T tokens, H query/key heads, HV value heads. [T, ...] may be [B, T, ...]
+    where the backend says ``BATCHED``."""
 
     q: Tensor
     """[T, H, K]"""
@@ -86,3 +87,11 @@ class Gradients(NamedTuple):
     dbeta: Tensor | None
     dh0: Tensor | None
     """[count, HV, K, V] in the dtype of the computation."""
+
+
+def arrange(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, docs: Documents, entering: States | None
+) -> Operands:
+    """Operands [B, T, ...] as packed rows [T, ...]; strides that no view describes are copied."""
+    q, k, v, g, beta = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v, g, beta))
+    return Operands(q, k, v, g, beta, docs, entering)

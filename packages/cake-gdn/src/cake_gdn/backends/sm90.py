@@ -23,7 +23,22 @@ from torch import Tensor
 from .. import plan
 from .operands import Documents, Gradients, Operands, Options, States, Tapes
 
-__all__ = ["adjoint", "backward", "check", "compose", "forward", "prepare", "release", "summarize"]
+__all__ = [
+    "BATCHED",
+    "adjoint",
+    "arrange",
+    "backward",
+    "check",
+    "compose",
+    "forward",
+    "prepare",
+    "release",
+    "summarize",
+]
+
+BATCHED = True
+"""Rows of tokens keep the caller's dimensions, [T, ...] or [B, T, ...], which the programs count themselves: a view
+costs the host as much as an allocation."""
 
 _Rows = tuple[int, ...] | None
 """The row of each document's state, -1: none. None: no document has one."""
@@ -49,60 +64,73 @@ def check(entry: str, index: int | None, options: Options, context: bool) -> Non
         raise NotImplementedError(message(entry, "cp_context", "given", wanted))
 
 
+def arrange(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, docs: Documents, entering: States | None
+) -> Operands:
+    """The operands as the kernels read them, in place wherever their strides allow it."""
+    return Operands(heads(q), heads(k), heads(v), _gate(g), _gate(beta, narrow=True), docs, entering)
+
+
 def prepare(x: Operands, options: Options) -> Tapes:
     """Z [T, HV, 64] BF16, and 1 / |q| and 1 / |k| [T, H] FP32 with the L2 norm."""
     index = _index(x)
-    tokens, value_heads = x.v.shape[:2]
-    z = workspace.uninitialized((tokens, value_heads, plan.CHUNK), torch.bfloat16, index)
-    r_q, r_k = (
-        workspace.uninitialized(x.q.shape[:2], torch.float32, index) if options.l2norm else None for _ in range(2)
-    )
-    if tokens:
-        chunks = _tables(x, index, None, None).chunks
-        _program("prep", index)(z, r_q, r_k, heads(x.q), heads(x.k), _gate(x.beta, narrow=True), chunks)
+    return _prepare(x, options, _tables(x, index, None, None) if _tokens(x) else None, index)
+
+
+def _prepare(x: Operands, options: Options, tables: _Tables | None, index: int) -> Tapes:
+    tokens, new = _tokens(x), workspace.uninitialized
+    z = new((tokens, x.v.shape[-2], plan.CHUNK), torch.bfloat16, index)
+    r_q = r_k = None
+    if options.l2norm:
+        shape = tokens, x.q.shape[-2]
+        r_q, r_k = new(shape, torch.float32, index), new(shape, torch.float32, index)
+    if tables is not None:
+        _program("prep", index)(z, r_q, r_k, x.q, x.k, x.beta, tables.chunks)
     return Tapes(z, r_q, r_k, None, None)
 
 
 def forward(
-    x: Operands, options: Options, tapes: Tapes, *, final: bool, keep: bool
+    x: Operands, options: Options, tapes: Tapes | None, *, final: bool, keep: bool
 ) -> tuple[Tensor, Tensor | None, Tapes]:
-    """(o [T, HV, V], final states [N, HV, K, V] FP32 or None, tapes); ``keep``: also the tapes e and states, whose
-    matrices are [V, K]."""
+    """(o in v's shape, final states [N, HV, K, V] FP32 or None, tapes); ``keep``: also the tapes e and states, whose
+    matrices are [V, K]. Without ``tapes`` it prepares them, from the tables that the scan reads."""
     index = _index(x)
     ends = _unmoved(x, x.entering) if final else None
-    o = _uninitialized(x.v.shape, index)
-    if x.v.shape[0]:
-        return o, ends, _scan(x, options, tapes, o, ends, keep, index)
-    return o, ends, tapes._replace(e=o, states=_state_tape(x, index)) if keep else tapes
+    o = workspace.uninitialized(x.v.shape, torch.bfloat16, index)
+    tables = None
+    if _tokens(x):
+        tables = _tables(x, index, _rows(x.entering, x.docs), None if ends is None else _every(x.docs.count))
+    if tapes is None:
+        tapes = _prepare(x, options, tables, index)
+    if tables is not None:
+        return o, ends, _scan(x, options, tapes, tables, o, ends, keep, index)
+    if keep:
+        tapes = tapes._replace(e=_error_tape(x, index), states=_state_tape(x, index))
+    return o, ends, tapes
 
 
 def _scan(
-    x: Operands, options: Options, tapes: Tapes, o: Tensor | None, ends: Tensor | None, keep: bool, index: int
+    x: Operands,
+    options: Options,
+    tapes: Tapes,
+    tables: _Tables,
+    o: Tensor | None,
+    ends: Tensor | None,
+    keep: bool,
+    index: int,
 ) -> Tapes:
-    rows = None if ends is None else tuple(range(x.docs.count))
-    tables = _tables(x, index, _rows(x.entering, x.docs), rows)
-    _clear_padding(x, tables, o)
-    e = states = None
+    z, r_q, r_k, e, states = tapes
+    if o is not None:
+        _clear_padding(x, tables, (o,))
     if keep:  # scanned again for a backward alone: scratch
-        e, states = _replayed(x, index) if o is None else (_uninitialized(x.v.shape, index), _state_tape(x, index))
-    _program("state_scan", index)(
-        o,
-        e,
-        states,
-        ends,
-        heads(x.q),
-        heads(x.k),
-        heads(x.v),
-        _gate(x.g),
-        _gate(x.beta, narrow=True),
-        tapes.r_q,
-        tapes.r_k,
-        tapes.z,
-        _state_rows(x.entering),
-        tables.segments,
-        options.scale,
-    )
-    return tapes._replace(e=e, states=states) if keep else tapes
+        if o is None:
+            e, states = _replayed(x, index)
+        else:
+            e, states = _error_tape(x, index), _state_tape(x, index)
+    run, (q, k, v, g, beta, _, entering) = _program("state_scan", index), x
+    entering = None if entering is None else _state_rows(entering)
+    run(o, e, states, ends, q, k, v, g, beta, r_q, r_k, z, entering, tables.segments, options.scale)
+    return Tapes(z, r_q, r_k, e, states) if keep else tapes
 
 
 def backward(
@@ -114,37 +142,48 @@ def backward(
     needs: Sequence[bool],
     out: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Gradients:
-    """As ``cpu.backward``; dh0 is FP32."""
+    """As ``cpu.backward``; dg and dh0 are FP32, dbeta is BF16 where beta is and else FP32. It allocates what ``out``,
+    dq, dk and dv, lacks."""
     index = _index(x)
+    q, k, v, g, beta, docs, _ = x
+    dq, dk, dv = out
+    new = workspace.uninitialized
+    dg = dbeta = None
     tail = needs[0] or needs[1] or needs[3] or needs[4]
     begins = _unmoved(x, leaving) if needs[5] else None
-    dg, dbeta = (
-        workspace.uninitialized(x.g.shape, dtype, index) if tail else None
-        for dtype in (torch.float32, x.beta.dtype if x.beta.dtype == torch.bfloat16 else torch.float32)
-    )
-    if not x.v.shape[0]:
-        return Gradients(*out, *_gate_gradients(x, dg, dbeta, needs), begins)
-    if tail and tapes.e is None:
-        tapes = _scan(x, options, tapes, None, None, True, index)
-    q, k, do = heads(x.q), heads(x.k), heads(do, expanded=False)
-    g, beta = _gate(x.g), _gate(x.beta, narrow=True)
-    adjoints, states = _scratch("E", x.v.shape, index), _scratch("dS", _state_tape_shape(x), index)
-    dv = _uninitialized(x.v.shape, index) if out[2] is None else out[2]
-    rows = None if begins is None else tuple(range(x.docs.count))
-    tables = _tables(x, index, rows, _rows(leaving, x.docs))
-    _clear_padding(x, tables, *out, dg, dbeta)
-    common = (q, k, do, g, beta, tapes.r_q, tapes.r_k)
-    _program("adjoint_scan", index)(
-        dv, adjoints, states, begins, *common, tapes.z, _state_rows(leaving), tables.segments, options.scale
-    )
     if tail:
-        dq, dk = (
-            _uninitialized(x.q.shape, index) if given is None else given for given in out[:2]
-        )  # both are computed where one is wanted
-        _program("tail", index)(
-            dq, dk, dg, dbeta, *common, tapes.e, adjoints, tapes.states, states, tables.chunks, options.scale
-        )
-    return Gradients(*out, *_gate_gradients(x, dg, dbeta, needs), begins)
+        dg, dbeta = new(g.shape, torch.float32, index), new(beta.shape, beta.dtype, index)
+    if dq is None and needs[0]:
+        dq = new(q.shape, torch.bfloat16, index)
+    if dk is None and needs[1]:
+        dk = new(q.shape, torch.bfloat16, index)
+    if dv is None and needs[2]:
+        dv = new(v.shape, torch.bfloat16, index)
+    found = Gradients(dq, dk, dv, dg if needs[3] else None, dbeta if needs[4] else None, begins)
+    if not _tokens(x):
+        return found
+    if tail and tapes.e is None:
+        tables = _tables(x, index, _rows(x.entering, docs), None)
+        tapes = _scan(x, options, tapes, tables, None, None, True, index)
+    do = heads(do, expanded=False)
+    adjoints, states = _scratch("E", v.numel(), index), _scratch("dS", prod(_state_tape_shape(x)), index)
+    if dv is None:
+        dv = new(v.shape, torch.bfloat16, index)
+    tables = _tables(x, index, None if begins is None else _every(docs.count), _rows(leaving, docs))
+    _clear_padding(x, tables, found[:3], (dg, dbeta))
+    z, r_q, r_k, e, before = tapes
+    ending = None if leaving is None else _state_rows(leaving)
+    scale = options.scale
+    run = _program("adjoint_scan", index)
+    run(dv, adjoints, states, begins, q, k, do, g, beta, r_q, r_k, z, ending, tables.segments, scale)
+    if tail:  # dq and dk are both computed where one is wanted
+        if dq is None:
+            dq = new(q.shape, torch.bfloat16, index)
+        if dk is None:
+            dk = new(q.shape, torch.bfloat16, index)
+        run = _program("tail", index)
+        run(dq, dk, dg, dbeta, q, k, do, g, beta, r_q, r_k, e, adjoints, before, states, tables.chunks, scale)
+    return found
 
 
 def summarize(x: Operands, options: Options, tapes: Tapes, documents: Sequence[int]) -> Tensor:
@@ -172,11 +211,12 @@ def _tables(x: Operands, index: int, entering: _Rows, leaving: _Rows) -> _Tables
             known = _captured.setdefault(layout, known)
         return known[1]
     assert docs.cu is not None
-    count = plan.max_chunks(x.v.shape[0], docs.count)
-    table = _scratch("tables", (2 * count + 5 * docs.count,), index, torch.int32)
-    chunks, segments = table[: 2 * count].view(count, 2), table[2 * count :].view(docs.count, 5)
+    tokens, new = _tokens(x), workspace.uninitialized
+    # Two allocations: one buffer, cut into two tables, would cost the host three times as much.
+    chunks = new((plan.max_chunks(tokens, docs.count), 2), torch.int32, index)
+    segments = new((docs.count, 5), torch.int32, index)
     flags = (int(entering is not None), int(leaving is not None))
-    _program("meta", index)(chunks, segments, docs.cu.contiguous(), x.v.shape[0], *flags)
+    _program("meta", index)(chunks, segments, docs.cu.contiguous(), tokens, *flags)
     return _Tables(chunks, segments, None)
 
 
@@ -218,29 +258,29 @@ def _host_tables(offsets: tuple[int, ...], index: int, entering: _Rows, leaving:
 
 
 def _gate(value: Tensor, *, narrow: bool = False) -> Tensor:
-    """FP32; ``narrow``: BF16 stays."""
-    return value if value.dtype == torch.float32 or (narrow and value.dtype == torch.bfloat16) else value.float()
+    """FP32; ``narrow``: BF16 stays. Batch rows whose tokens no single stride walks are copied."""
+    dtype = value.dtype
+    if dtype is not torch.float32 and not (narrow and dtype is torch.bfloat16):
+        value = value.float()
+    if value.is_contiguous() or value.shape[0] == 1 or value.stride(0) == value.shape[1] * value.stride(1):
+        return value
+    return value.contiguous()
 
 
-def _gate_gradients(
-    x: Operands, dg: Tensor | None, dbeta: Tensor | None, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    return (
-        None if dg is None or not needs[3] else dg.to(x.g.dtype),
-        None if dbeta is None or not needs[4] else dbeta.to(x.beta.dtype),
-    )
+@lru_cache(maxsize=64)
+def _every(count: int) -> tuple[int, ...]:
+    """State n is document n's."""
+    return tuple(range(count))
 
 
 def _rows(states: States | None, docs: Documents) -> _Rows:
     if states is None:
         return None
-    return tuple(range(docs.count)) if states.table is None else states.table
+    return _every(docs.count) if states.table is None else states.table
 
 
-def _state_rows(states: States | None) -> Tensor | None:
+def _state_rows(states: States) -> Tensor:
     """[R, HV, K, V] FP32 as the kernels read it: dense, K or V first."""
-    if states is None:
-        return None
     rows = states.rows.float()
     dense = rows.is_contiguous() or rows.mT.is_contiguous()
     return rows if dense else rows.contiguous()
@@ -248,49 +288,62 @@ def _state_rows(states: States | None) -> Tensor | None:
 
 def _unmoved(x: Operands, states: States | None) -> Tensor:
     """[N, HV, K, V] FP32: what comes out of every document if it has no token."""
-    shape = (x.docs.count, x.v.shape[1], x.q.shape[2], x.v.shape[2])
+    shape = (x.docs.count, x.v.shape[-2], x.q.shape[-1], x.v.shape[-1])
     host = x.docs.host
-    if host is not None and x.v.shape[0] and all(a < b for a, b in pairwise(host)):
+    if host is not None and _tokens(x) and all(a < b for a, b in pairwise(host)):
         return workspace.uninitialized(shape, torch.float32, _index(x))  # every document's is written
     if states is None:
         return x.v.new_zeros(shape, dtype=torch.float32)
     return states.rows.float().clone(memory_format=torch.contiguous_format)
 
 
-def _clear_padding(x: Operands, tables: _Tables, *outputs: Tensor | None) -> None:
+def _clear_padding(
+    x: Operands, tables: _Tables, rows: Sequence[Tensor | None], gates: Sequence[Tensor | None] = ()
+) -> None:
     """Zeros behind the last document, before the kernels write the rest; everywhere where the device alone knows its
     end."""
-    first = 0 if tables.ends is None else tables.ends
-    if first < x.v.shape[0]:
-        for output in outputs:
-            if output is not None:
-                output[first:].zero_()
+    end, tokens = tables.ends, _tokens(x)
+    if end == tokens:
+        return
+    for outputs, inner in ((rows, 3), (gates, 2)):
+        cleared = [output for output in outputs if output is not None]
+        if end is not None:
+            # Offsets come with one batch row: the dimension of the tokens alone counts them.
+            cleared = [output.narrow(output.dim() - inner, end, tokens - end) for output in cleared]
+        if len(cleared) == 1:
+            cleared[0].zero_()
+        elif cleared:  # dense ones of one dtype take one launch together
+            torch._foreach_zero_(cleared)
 
 
-def _uninitialized(shape: Sequence[int], index: int) -> Tensor:
-    return workspace.uninitialized(shape, torch.bfloat16, index)
+def _tokens(x: Operands) -> int:
+    shape = x.v.shape
+    return shape[0] if len(shape) == 3 else shape[0] * shape[1]
+
+
+def _error_tape(x: Operands, index: int) -> Tensor:
+    return workspace.uninitialized((_tokens(x), x.v.shape[-2], x.v.shape[-1]), torch.bfloat16, index)
 
 
 def _state_tape(x: Operands, index: int) -> Tensor:
-    return _uninitialized(_state_tape_shape(x), index)
+    return workspace.uninitialized(_state_tape_shape(x), torch.bfloat16, index)
 
 
 def _state_tape_shape(x: Operands) -> tuple[int, ...]:
-    chunks = plan.max_chunks(x.v.shape[0], x.docs.count)
-    return chunks, x.v.shape[1], x.v.shape[2], x.q.shape[2]
+    chunks = plan.max_chunks(_tokens(x), x.docs.count)
+    return chunks, x.v.shape[-2], x.v.shape[-1], x.q.shape[-1]
 
 
 def _replayed(x: Operands, index: int) -> tuple[Tensor, Tensor]:
     """e and states of a backward that scans again, in one scratch."""
-    errors, shape = x.v.numel(), _state_tape_shape(x)
-    both = _scratch("replay", (errors + prod(shape),), index)  # a row of e has 256 bytes: the states are aligned too
-    return both[:errors].view(x.v.shape), both[errors:].view(shape)
+    errors = x.v.numel()
+    both = _scratch("replay", errors + prod(_state_tape_shape(x)), index)
+    return both, both[2 * errors :]  # a row of e has 256 bytes: the states are aligned too
 
 
-def _scratch(role: str, shape: Sequence[int], index: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Memory of one launch or more on this stream, until the next call takes it."""
-    nbytes = prod(shape) * dtype.itemsize
-    return workspace.take("gdn", role, nbytes, index)[:nbytes].view(dtype).view(*shape)
+def _scratch(role: str, elements: int, index: int) -> Tensor:
+    """Memory of BF16 ``elements`` for one launch or more on this stream, until the next call takes it; raw bytes."""
+    return workspace.take("gdn", role, 2 * elements, index)
 
 
 def _program(name: str, index: int) -> Any:

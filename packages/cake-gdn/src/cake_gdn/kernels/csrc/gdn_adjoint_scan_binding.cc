@@ -7,6 +7,7 @@ namespace cake::gdn {
 namespace {
 
 // dv: [T, HV, 128] BF16.  E: [T, HV, 128], adjoints: [chunks, HV, 128 (V), 128 (K)] BF16 dense.
+// E and adjoints may be raw bytes. Rows of tokens may have a batch dimension before them.
 // entering: [rows, HV, 128, 128] FP32, written, or None; leaving: the same, read, or None.
 // q, k, do, g, beta, r_q, r_k, z, segments: as in the state scan, do for v.
 void run(ffi::TensorView dv, ffi::TensorView E, ffi::TensorView adjoints, ffi::Optional<ffi::TensorView> entering,
@@ -16,7 +17,7 @@ void run(ffi::TensorView dv, ffi::TensorView E, ffi::TensorView adjoints, ffi::O
   const DLDevice device = cuda_device(q, "q");
   AdjointScan p = {};
   p.in = check_scan(q, k, dO, "do", g, beta, r_q, r_k, z, segments, scale, device);
-  const int64_t tokens = q.size(0), heads = p.in.heads;
+  const int64_t tokens = check_tokens(q, "q", 2).count, heads = p.in.heads;
   p.dv = check_heads(dv, "dv", tokens, heads, device);
   p.e = check_tape(E, "E", tokens, heads, kHeadDim, device);
   p.states = check_state_tape(adjoints, "adjoints", heads, device);

@@ -15,34 +15,70 @@ struct Sizes {
   int64_t key_heads;  // H
 };
 
-// [T][heads][128] BF16; the last dimension dense, the other strides multiples of 8.
+// The tokens of [T][...] or [B][T][...] with `inner` dimensions behind them, walked as one: a caller that had to make a
+// view of each operand would take longer than the launch.
+struct Tokens {
+  int64_t count;
+  int64_t stride;  // of elements, 0 for a single one
+};
+
+inline void check_rank(const ffi::TensorView& view, const char* name, DLDataType dtype, int inner) {
+  check_tensor(view, name, dtype, view.ndim() == inner + 2 ? inner + 2 : inner + 1);
+}
+
+inline Tokens check_tokens(const ffi::TensorView& view, const char* name, int inner) {
+  if (view.ndim() == inner + 1) return {view.size(0), view.size(0) > 1 ? view.stride(0) : 0};
+  const int64_t batch = view.size(0), tokens = view.size(1);
+  if (batch == 1) return {tokens, tokens > 1 ? view.stride(1) : 0};
+  if (tokens == 1) return {batch, batch > 1 ? view.stride(0) : 0};
+  if (batch > 1 && tokens > 1 && view.stride(0) != tokens * view.stride(1)) {
+    TVM_FFI_THROW(ValueError) << name << ".stride(0) is " << view.stride(0) << "; needs " << tokens * view.stride(1)
+                              << ", the tokens of a batch row behind those of the one before";
+  }
+  return {batch * tokens, view.stride(1)};
+}
+
+inline void check_count(const ffi::TensorView& view, const char* name, int64_t count, int64_t wanted) {
+  if (count == wanted) return;
+  if (view.size(0) == count) check_size(view, name, 0, wanted);
+  TVM_FFI_THROW(ValueError) << name << " has " << count << " tokens; needs " << wanted;
+}
+
+// [T][heads][128] or [B][T][heads][128] BF16; the last dimension dense, the other strides multiples of 8.
 inline HeadRows check_heads(const ffi::TensorView& view, const char* name, int64_t tokens, int64_t heads,
                             DLDevice device) {
   check_rows(view, name);
-  check_tensor(view, name, kBF16, 3);
-  check_size(view, name, 0, tokens);
-  check_size(view, name, 1, heads);
-  check_size(view, name, 2, kHeadDim);
+  check_rank(view, name, kBF16, 2);
+  const Tokens rows = check_tokens(view, name, 2);
+  const int last = view.ndim() - 1;
+  check_count(view, name, rows.count, tokens);
+  check_size(view, name, last - 1, heads);
+  check_size(view, name, last, kHeadDim);
   check_device(view, name, device);
-  return {view.data_ptr(), 16 * stride_vecs(view, name, 0), 16 * stride_vecs(view, name, 1)};
+  const int64_t head_vecs = stride_vecs(view, name, last - 1);
+  if (rows.stride < 0 || rows.stride % 8 != 0) {
+    TVM_FFI_THROW(ValueError) << name << ".stride(" << last - 2 << ") is " << rows.stride
+                              << "; needs a multiple of 8, at least 0";
+  }
+  return {view.data_ptr(), 2 * rows.stride, 16 * head_vecs};
 }
 
-// Sizes of q [T][H][128] and v [T][HV][128].
+// Sizes of q [.., T][H][128] and v [.., T][HV][128].
 inline Sizes check_sizes(const ffi::TensorView& q, const ffi::TensorView& v, const char* v_name) {
-  check_tensor(q, "q", kBF16, 3);
-  check_tensor(v, v_name, kBF16, 3);
-  const Sizes sizes = {q.size(0), v.size(1), q.size(1)};
+  check_rank(q, "q", kBF16, 2);
+  check_rank(v, v_name, kBF16, 2);
+  const Sizes sizes = {check_tokens(q, "q", 2).count, v.size(v.ndim() - 2), q.size(q.ndim() - 2)};
   if (sizes.tokens > INT32_MAX - kChunk) {
     TVM_FFI_THROW(ValueError) << "q.shape[0] is " << sizes.tokens << "; needs at most " << INT32_MAX - kChunk;
   }
   if (sizes.key_heads < 1 || sizes.heads < 1 || sizes.heads % sizes.key_heads != 0 || sizes.heads > 1 << 16) {
-    TVM_FFI_THROW(ValueError) << v_name << ".shape[1] is " << sizes.heads << "; needs a multiple of the "
+    TVM_FFI_THROW(ValueError) << v_name << ".shape[" << v.ndim() - 2 << "] is " << sizes.heads << "; needs a multiple of the "
                               << sizes.key_heads << " heads of q, at most 2^16";
   }
   return sizes;
 }
 
-// [T][heads] of `dtype`, or of FP32 (true) and BF16 where it is not given, dense.
+// [T][heads] or [B][T][heads] of FP32 (true) or, unless `only_fp32`, BF16.
 inline bool check_scalars(const ffi::TensorView& view, const char* name, int64_t tokens, int64_t heads, DLDevice device,
                           bool only_fp32) {
   const bool fp32 = view.dtype() == kF32;
@@ -50,9 +86,9 @@ inline bool check_scalars(const ffi::TensorView& view, const char* name, int64_t
     TVM_FFI_THROW(ValueError) << name << " is " << view.dtype() << "; needs "
                               << (only_fp32 ? "float32" : "float32 or bfloat16");
   }
-  check_tensor(view, name, view.dtype(), 2);
-  check_size(view, name, 0, tokens);
-  check_size(view, name, 1, heads);
+  check_rank(view, name, view.dtype(), 1);
+  check_count(view, name, check_tokens(view, name, 1).count, tokens);
+  check_size(view, name, view.ndim() - 1, heads);
   check_device(view, name, device);
   return fp32;
 }
@@ -83,34 +119,50 @@ inline Gates check_gates(const ffi::TensorView& g, const ffi::TensorView& beta,
   gates.beta_fp32 = check_scalars(beta, "beta", sizes.tokens, sizes.heads, device, false);
   check_norms(r_q, r_k, sizes, device);
   gates.g = data<const float>(g);
-  gates.g_token = g.stride(0);
-  gates.g_head = g.stride(1);
+  gates.g_token = check_tokens(g, "g", 1).stride;
+  gates.g_head = g.stride(g.ndim() - 1);
   gates.beta = beta.data_ptr();
-  gates.beta_token = beta.stride(0);
-  gates.beta_head = beta.stride(1);
+  gates.beta_token = check_tokens(beta, "beta", 1).stride;
+  gates.beta_head = beta.stride(beta.ndim() - 1);
   if (r_q.has_value()) gates.r_q = data<const float>(r_q.value()), gates.r_k = data<const float>(r_k.value());
   return gates;
 }
 
-// [T][heads][last] BF16 dense.
+// Whether `view` is scratch as raw bytes, of a role that the caller's dtype and shape would say nothing new about.
+inline bool is_raw(const ffi::TensorView& view) { return view.dtype() == kU8 && view.ndim() == 1; }
+
+// [T][heads][last] or [B][T][heads][last] BF16 dense, or at least so many raw bytes.
 inline void* check_tape(const ffi::TensorView& view, const char* name, int64_t tokens, int64_t heads, int64_t last,
                         DLDevice device) {
-  check_tensor(view, name, kBF16, 3);
-  check_size(view, name, 0, tokens);
-  check_size(view, name, 1, heads);
-  check_size(view, name, 2, last);
+  if (is_raw(view)) {
+    if (view.size(0) < 2 * tokens * heads * last) {
+      TVM_FFI_THROW(ValueError) << name << " has " << view.size(0) << " bytes; needs " << 2 * tokens * heads * last;
+    }
+  } else {
+    check_rank(view, name, kBF16, 2);
+    check_count(view, name, check_tokens(view, name, 2).count, tokens);
+    check_size(view, name, view.ndim() - 2, heads);
+    check_size(view, name, view.ndim() - 1, last);
+  }
   check_dense(view, name);
   check_aligned(view, name, 16);
   check_device(view, name, device);
   return view.data_ptr();
 }
 
-// [chunks][HV][128 values][128 keys] BF16 dense, for at least so many chunks.
+// Chunks that a state tape has room for.
+inline int64_t state_chunks(const ffi::TensorView& view, int64_t heads) {
+  return is_raw(view) ? view.size(0) / (2 * heads * kHeadDim * kHeadDim) : view.size(0);
+}
+
+// [chunks][HV][128 values][128 keys] BF16 dense, or raw bytes; for any number of chunks (state_chunks).
 inline void* check_state_tape(const ffi::TensorView& view, const char* name, int64_t heads, DLDevice device) {
-  check_tensor(view, name, kBF16, 4);
-  check_size(view, name, 1, heads);
-  check_size(view, name, 2, kHeadDim);
-  check_size(view, name, 3, kHeadDim);
+  if (!is_raw(view)) {
+    check_tensor(view, name, kBF16, 4);
+    check_size(view, name, 1, heads);
+    check_size(view, name, 2, kHeadDim);
+    check_size(view, name, 3, kHeadDim);
+  }
   check_dense(view, name);
   check_aligned(view, name, 16);
   check_device(view, name, device);

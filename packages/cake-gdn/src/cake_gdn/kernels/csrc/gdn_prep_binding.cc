@@ -7,6 +7,7 @@ namespace cake::gdn {
 namespace {
 
 // z: [T, HV, 64] BF16 dense.  r_q, r_k: [T, H] FP32 dense, written, or None: no norm.
+// Rows of tokens may have a batch dimension before them.
 // q, k: [T, H, 128] BF16.  beta: [T, HV] BF16 or FP32.  chunks: [n, 2] int32, see gdn.h. Nothing of chunks is checked.
 void run(ffi::TensorView z, ffi::Optional<ffi::TensorView> r_q, ffi::Optional<ffi::TensorView> r_k, ffi::TensorView q,
          ffi::TensorView k, ffi::TensorView beta, ffi::TensorView chunks) {
@@ -22,8 +23,8 @@ void run(ffi::TensorView z, ffi::Optional<ffi::TensorView> r_q, ffi::Optional<ff
   p.chunk_count = check_grid(chunks, "chunks", sizes.key_heads);
   if (p.chunk_count == 0 || sizes.tokens == 0) return;
   p.beta = beta.data_ptr();
-  p.beta_token = beta.stride(0);
-  p.beta_head = beta.stride(1);
+  p.beta_token = check_tokens(beta, "beta", 1).stride;
+  p.beta_head = beta.stride(beta.ndim() - 1);
   if (r_q.has_value()) p.r_q = data<float>(r_q.value()), p.r_k = data<float>(r_k.value());
   p.heads = static_cast<int32_t>(sizes.heads);
   p.key_heads = static_cast<int32_t>(sizes.key_heads);

@@ -8,6 +8,7 @@ namespace {
 
 // o: [T, HV, 128] BF16 dense, or None.  e: the same shape, states: [chunks, HV, 128 (V), 128 (K)] BF16 dense, both or
 // None: no tapes. One of o and e is given.  leaving, entering: [rows, HV, 128, 128] FP32 or None.
+// e and states may be raw bytes. Rows of tokens may have a batch dimension before them.
 // q, k: [T, H, 128], v: [T, HV, 128] BF16.  g: [T, HV] FP32, beta: BF16 or FP32.  r_q, r_k: [T, H] FP32 or None.
 // z: of gdn_prep.  segments: [n, 5] int32, see gdn.h. Nothing of segments is checked.
 void run(ffi::Optional<ffi::TensorView> o, ffi::Optional<ffi::TensorView> e, ffi::Optional<ffi::TensorView> states,
@@ -18,7 +19,7 @@ void run(ffi::Optional<ffi::TensorView> o, ffi::Optional<ffi::TensorView> e, ffi
   const DLDevice device = cuda_device(q, "q");
   StateScan p = {};
   p.in = check_scan(q, k, v, "v", g, beta, r_q, r_k, z, segments, scale, device);
-  const int64_t tokens = q.size(0), heads = p.in.heads;
+  const int64_t tokens = check_tokens(q, "q", 2).count, heads = p.in.heads;
   if (o.has_value()) p.o = check_tape(o.value(), "o", tokens, heads, kHeadDim, device);
   if (e.has_value() != states.has_value() || !(o.has_value() || e.has_value())) {
     TVM_FFI_THROW(ValueError) << "e is " << (e.has_value() ? "given" : "None")

@@ -8,6 +8,7 @@ namespace {
 
 // dq, dk: [T, H, 128] BF16.  dg: [T, HV] FP32, dbeta: FP32 or BF16, both dense.
 // q, k, do, g, beta, r_q, r_k: as in the scans.  e, E: [T, HV, 128], states, adjoints: [chunks, HV, 128, 128], of them.
+// e to adjoints may be raw bytes. Rows of tokens may have a batch dimension before them.
 // chunks: [n, 2] int32; chunk i has entry i of states and adjoints.
 void run(ffi::TensorView dq, ffi::TensorView dk, ffi::TensorView dg, ffi::TensorView dbeta, ffi::TensorView q,
          ffi::TensorView k, ffi::TensorView dO, ffi::TensorView g, ffi::TensorView beta,
@@ -32,9 +33,10 @@ void run(ffi::TensorView dq, ffi::TensorView dk, ffi::TensorView dg, ffi::Tensor
   p.dbeta = dbeta.data_ptr();
   p.chunks = reinterpret_cast<const Chunk*>(check_rows_table(chunks, "chunks", 2, device));
   p.chunk_count = check_grid(chunks, "chunks", sizes.key_heads);
-  if (p.chunk_count > states.size(0) || p.chunk_count > adjoints.size(0)) {
-    TVM_FFI_THROW(ValueError) << "chunks.shape[0] is " << p.chunk_count << "; needs at most the " << states.size(0)
-                              << " of states and the " << adjoints.size(0) << " of adjoints";
+  const int64_t kept = state_chunks(states, sizes.heads), made = state_chunks(adjoints, sizes.heads);
+  if (p.chunk_count > kept || p.chunk_count > made) {
+    TVM_FFI_THROW(ValueError) << "chunks.shape[0] is " << p.chunk_count << "; needs at most the " << kept
+                              << " of states and the " << made << " of adjoints";
   }
   if (p.chunk_count == 0 || sizes.tokens == 0) return;
   p.heads = static_cast<int32_t>(sizes.heads);
