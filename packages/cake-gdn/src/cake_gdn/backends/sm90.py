@@ -68,7 +68,7 @@ def arrange(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, docs: Documents, entering: States | None
 ) -> Operands:
     """The operands as the kernels read them, in place wherever their strides allow it."""
-    return Operands(heads(q), heads(k), heads(v), _gate(g), _gate(beta, narrow=True), docs, entering)
+    return Operands(_heads(q), _heads(k), _heads(v), _gate(g), _gate(beta, narrow=True), docs, entering)
 
 
 def prepare(x: Operands, options: Options) -> Tapes:
@@ -255,6 +255,16 @@ def _host_tables(offsets: tuple[int, ...], index: int, entering: _Rows, leaving:
 
 
 # --------------------------------------------------------------------------------------------------------- operands
+
+
+def _heads(value: Tensor) -> Tensor:
+    """[B, T, heads, D] as the programs read it; head views of one packed row as they are, without another view."""
+    if value.shape[0] == 1 and not value.is_contiguous():
+        _, token, head, last = value.stride()
+        address = value.data_ptr()
+        if last == 1 and not (token % 8 or head % 8 or address % 16) and address:
+            return value
+    return heads(value)
 
 
 def _gate(value: Tensor, *, narrow: bool = False) -> Tensor:
