@@ -72,8 +72,8 @@ inline Sizes check_sizes(const ffi::TensorView& q, const ffi::TensorView& v, con
     TVM_FFI_THROW(ValueError) << "q.shape[0] is " << sizes.tokens << "; needs at most " << INT32_MAX - kChunk;
   }
   if (sizes.key_heads < 1 || sizes.heads < 1 || sizes.heads % sizes.key_heads != 0 || sizes.heads > 1 << 16) {
-    TVM_FFI_THROW(ValueError) << v_name << ".shape[" << v.ndim() - 2 << "] is " << sizes.heads << "; needs a multiple of the "
-                              << sizes.key_heads << " heads of q, at most 2^16";
+    TVM_FFI_THROW(ValueError) << v_name << ".shape[" << v.ndim() - 2 << "] is " << sizes.heads
+                              << "; needs a multiple of the " << sizes.key_heads << " heads of q, at most 2^16";
   }
   return sizes;
 }
