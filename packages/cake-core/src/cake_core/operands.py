@@ -202,7 +202,7 @@ def check_output(
     """Check one output that the caller gives. ``inputs`` has x first; ``outputs`` are the other given ones.
 
     Raises: TypeError when it is no tensor; ValueError for another device, dtype or shape, for elements that share
-    memory, and for memory that another tensor of the call reaches.
+    memory, for memory that another tensor of the call reaches, and for an inference tensor outside of that mode.
     """
     check_tensors(entry, **{name: value}, **{key: given for key, given in outputs.items() if given is not None})
     x = inputs["x"]
@@ -211,6 +211,9 @@ def check_output(
     if value.dtype not in dtypes:
         raise ValueError(message(entry, name, str(value.dtype), one_of(dtypes)))
     check_shape(entry, name, value, shape, "shape")
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        wanted = "a tensor made outside of inference mode"
+        raise ValueError(message(entry, name, "an inference tensor", wanted, "or call under torch.inference_mode()"))
     if is_abstract(value):
         return
     if value.is_neg() or (value.data_ptr() == 0 and value.numel() > 0):
@@ -219,7 +222,7 @@ def check_output(
     if not _elements_apart(value):
         raise ValueError(message(entry, name, f"strided {value.stride()}", "memory of its own for every element"))
     for other_name, other in inputs.items():
-        if _reaches(value, other):
+        if _reaches(value, other) and not _columns_apart(value, other):
             raise ValueError(message(entry, name, f"overlapping {other_name}", "memory that no input occupies"))
     for other_name, other in outputs.items():
         if other is not None and _reaches(value, other) and not _columns_apart(value, other):
@@ -263,6 +266,12 @@ def _extent(value: Tensor, first: int = 0) -> int:
     return (1 + sum((size - 1) * stride for size, stride in dims)) * value.element_size()
 
 
+def _period(value: Tensor, last: int) -> int:
+    """Bytes that every step through the dimensions before ``last`` is a multiple of; 0 where there is no step."""
+    dims = zip(value.shape[:last], value.stride()[:last], strict=True)
+    return math.gcd(*(stride for size, stride in dims if size > 1)) * value.element_size()
+
+
 def _reaches(a: Tensor, b: Tensor) -> bool:
     """Whether the byte ranges of two tensors overlap."""
     if a.numel() == 0 or b.numel() == 0:
@@ -272,14 +281,17 @@ def _reaches(a: Tensor, b: Tensor) -> bool:
 
 
 def _columns_apart(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors with overlapping ranges are column slices of one buffer that share no column."""
-    if a.dim() < 2 or b.dim() < 2:
-        return False
-    period = a.stride(0) * a.element_size()
-    if period == 0 or period != b.stride(0) * b.element_size():
-        return False
+    """Whether two tensors with overlapping ranges are column slices of one buffer that share no column.
+
+    The last dimension alone may be the columns, or several: rows of one head, or of all heads of a token.
+    """
     shift = b.data_ptr() - a.data_ptr()
-    return shift % period >= _extent(a, 1) and -shift % period >= _extent(b, 1)
+    for columns in range(1, min(a.dim(), b.dim())):
+        first_a, first_b = a.dim() - columns, b.dim() - columns
+        period = math.gcd(_period(a, first_a), _period(b, first_b))
+        if period and shift % period >= _extent(a, first_a) and -shift % period >= _extent(b, first_b):
+            return True
+    return False
 
 
 def _elements_apart(value: Tensor) -> bool:
