@@ -91,9 +91,9 @@ def causal_conv1d(
         [N, W - 1, C] in the dtype of ``initial_state``, else of x. A document shorter than W - 1 has the end of its
         initial state in it.
 
-    Differentiable once in x, weight and initial_state (final_state in x and initial_state); each gradient has its operand's shape and dtype. SiLU' is
-    evaluated at the preactivation rounded to BF16, or at the unrounded one, as the option
-    ``cake_conv1d_silu_grad_preactivation`` says when the forward is called.
+    Differentiable once in x, weight and initial_state (final_state in x and initial_state); each gradient has its
+    operand's shape and dtype. SiLU' is evaluated at the preactivation rounded to BF16, or at the unrounded one, as the
+    option ``cake_conv1d_silu_grad_preactivation`` says when the forward is called.
 
     Raises:
         TypeError: an operand that is no tensor or a DTensor, another Python type of a host argument.
