@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _TorchDispatchModeKey as _dispatch_modes
 from torch._C._functorch import peek_interpreter_stack
+from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
@@ -32,6 +34,7 @@ __all__ = [
     "check_same_device",
     "check_shape",
     "check_tensors",
+    "check_untraced",
     "compute_dtype",
     "host_ints",
     "is_abstract",
@@ -245,6 +248,22 @@ def check_needed(entry: str, needs: Sequence[bool], **given: Tensor | None) -> N
     for (name, value), need in zip(given.items(), needs, strict=True):
         if value is not None and not need:
             raise ValueError(message(entry, name, "given", f"needs to ask for {name}", "or do not pass it"))
+
+
+def check_untraced(entry: str, **given: Tensor | None) -> None:
+    """Raises: ValueError for an output that the caller gives to a call that a compiler or a tracer records: a graph
+    would lack what a kernel writes to it."""
+    if torch.compiler.is_compiling() or _records():
+        for name, value in given.items():
+            if value is not None:
+                got, wanted = "given to a call that is traced", "None: a graph holds results alone"
+                raise ValueError(message(entry, name, got, wanted, f"call without {name}, copy the result"))
+
+
+def _records() -> bool:
+    """Whether a tracer such as ``make_fx`` records this thread's operators."""
+    key = _dispatch_modes.PROXY
+    return torch._C._get_dispatch_mode(key) is not None or _get_dispatch_mode_pre_dispatch(key) is not None
 
 
 def check_layout(entry: str, name: str, value: Tensor, kind: str, in_place: Callable[[Tensor], Tensor | None]) -> None:
