@@ -84,6 +84,17 @@ def test_a_tracer_of_fake_tensors_records_the_computation(name: str) -> None:
         assert g is None or torch.equal(g, expected)
 
 
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("name", TRACED)
+def test_a_tracer_records_the_operator(name: str, mode: str) -> None:
+    """Of plain tensors too: a launch on CUDA left uninitialised memory in the graph, the CPU one set of offsets."""
+    operands = normal(0, 20, 8, dtype=F32), normal(1, 8, 4, dtype=F32), torch.tensor([0, 1, 20], dtype=torch.int32)
+    graph = make_fx(TRACED[name], tracing_mode=mode)(*operands).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert any(target.startswith("cake_conv1d.") for target in targets), targets
+    assert not any("empty" in target for target in targets), targets
+
+
 X, W = torch.ones(6, 8), torch.ones(8, 4)
 GIVEN: dict[str, Callable[..., Any]] = {
     "out": lambda given: causal_conv1d_fwd(X, W, out=given),

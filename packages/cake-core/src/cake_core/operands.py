@@ -15,6 +15,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.utils import _python_dispatch
 
 from . import device
 from .errors import check_float, message
@@ -47,8 +48,10 @@ __all__ = [
 CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CUDA_DTYPES = (torch.bfloat16, torch.float32)  # of a weight; activations are BF16
 _PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_OR_NONE = (*_PLAIN, type(None))
 _STRIDED = torch.strided
 _SERVED = ("cpu", "cuda", "meta")
+_ORDINARY = frozenset({("cpu", None), ("meta", None), *(("cuda", index) for index in range(128))})
 _NO_HANDLER: Any = getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 
 
@@ -83,16 +86,20 @@ def place(entry: str, **operands: Any) -> str:
 
 
 def ordinary_home(operands: Collection[Any]) -> tuple[str, int | None] | None:
-    """Where strided tensors of torch's own classes live, all on one device that is served and outside of every
-    transform: nothing is left to check for ``place``, and none is intercepted. None for every other call, right or
-    wrong."""
-    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    """Where strided tensors of torch's own classes live, all on one device that is served, outside of every transform
+    and dispatch mode: nothing is left to check for ``place``, and none is intercepted. None for every other call, right
+    or wrong."""
+    if (
+        peek_interpreter_stack() is not None
+        or ~forward_ad._current_level  # -1 outside of forward mode
+        or _python_dispatch._is_in_torch_dispatch_mode
+    ):
         return None
     for value in operands:
         if type(value) not in _PLAIN or value.layout is not _STRIDED:
             return None
     home = device.backend.home_of(operands)
-    return home if home is not None and home[0] in _SERVED else None
+    return home if home in _ORDINARY else None
 
 
 def check_tensors(entry: str, **operands: Any) -> None:
@@ -178,18 +185,18 @@ def is_abstract(value: Tensor) -> bool:
 
 
 def is_intercepted(*operands: Any) -> bool:
-    """Whether an operand's class sees every operator: fake tensors, tracers, wrappers such as a running collective.
+    """Whether an operand's class sees every operator, fake tensors, tracers, wrappers such as a running collective, or
+    a tracer of plain tensors does.
 
     A launch is invisible to it, and a tracer would record uninitialised outputs. A registered operator is not.
     """
     for value in operands:
         if (
-            type(value) not in _PLAIN
-            and value is not None
+            type(value) not in _PLAIN_OR_NONE
             and getattr(type(value), "__torch_dispatch__", _NO_HANDLER) is not _NO_HANDLER
         ):
             return True
-    return False
+    return _python_dispatch._is_in_torch_dispatch_mode and _records()
 
 
 def check_output(
@@ -262,6 +269,8 @@ def check_untraced(entry: str, **given: Tensor | None) -> None:
 
 def _records() -> bool:
     """Whether a tracer such as ``make_fx`` records this thread's operators."""
+    if torch.compiler.is_compiling():  # a compiler that traces this cannot ask for modes
+        return False
     key = _dispatch_modes.PROXY
     return torch._C._get_dispatch_mode(key) is not None or _get_dispatch_mode_pre_dispatch(key) is not None
 
