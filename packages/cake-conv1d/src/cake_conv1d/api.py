@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from cake_core import config, registry, variants
 from cake_core.errors import check_int
 from cake_core.kcp import RecomputeHandle
-from cake_core.operands import check_needs, is_intercepted
+from cake_core.operands import check_needs, check_untraced, is_intercepted
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
@@ -91,9 +91,9 @@ def causal_conv1d(
         [N, W - 1, C] in the dtype of ``initial_state``, else of x. A document shorter than W - 1 has the end of its
         initial state in it.
 
-    Differentiable once in x, weight and initial_state; each gradient has its operand's shape and dtype. SiLU' is
-    evaluated at the preactivation rounded to BF16, or at the unrounded one, as the option
-    ``cake_conv1d_silu_grad_preactivation`` says when the forward is called.
+    Differentiable once in x, weight and initial_state (final_state in x and initial_state); each gradient has its
+    operand's shape and dtype. SiLU' is evaluated at the preactivation rounded to BF16, or at the unrounded one, as the
+    option ``cake_conv1d_silu_grad_preactivation`` says when the forward is called.
 
     Raises:
         TypeError: an operand that is no tensor or a DTensor, another Python type of a host argument.
@@ -158,6 +158,8 @@ def causal_conv1d_fwd(
         if not is_compiling():
             check_forward(entry, x, weight, cu_seqlens, initial_state)
         return custom_ops.functional_forward(x, weight, cu_seqlens, initial_state, silu)
+    if out is not None:
+        check_untraced(entry, out=out)
     return run_forward(entry, x, weight, cu_seqlens, silu, False, initial_state, out)[0]
 
 
@@ -196,8 +198,12 @@ def causal_conv1d_bwd(
     entry = "causal_conv1d_bwd"
     silu = check_activation(activation, entry=entry)
     check_needs(needs, 3, entry=entry)
-    grads = (dy is not None or d_final_state is not None) and dx is None and dweight is None
-    if grads and _traced(x, weight, dy, cu_seqlens, initial_state, d_final_state):
+    if dx is not None or dweight is not None:
+        check_untraced(entry, dx=dx, dweight=dweight)
+    elif dy is None and d_final_state is None:
+        if is_compiling():
+            return None, None, None
+    elif _traced(x, weight, dy, cu_seqlens, initial_state, d_final_state):
         from . import custom_ops
 
         if not is_compiling():

@@ -34,7 +34,10 @@ class CausalConv1dFunction(torch.autograd.Function):
         ctx.call = backend, docs.index, docs.count, docs.length, docs.host, options, variant
         if not final:
             return y
-        return y, backends.final_state(backend, x, weight.shape[-1], docs, initial_state)
+        state = backends.final_state(backend, x, weight.shape[-1], docs, initial_state)
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[2]):  # the taps are not in it
+            ctx.mark_non_differentiable(state)
+        return y, state
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

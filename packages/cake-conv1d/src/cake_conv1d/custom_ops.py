@@ -97,6 +97,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     x, weight, cu_seqlens, initial_state, *ctx.flags = inputs
     ctx.save_for_backward(x, weight, cu_seqlens, initial_state)
     ctx.set_materialize_grads(False)
+    if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):  # the taps are not in a final state
+        ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:

@@ -68,6 +68,24 @@ def test_only_needed_gradients_are_there_and_have_the_bits_of_all(needs: tuple[b
             assert_same_bits(value, full.grad, "functional gradient")
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_final_state_is_differentiable_in_what_it_depends_on(compiled: bool) -> None:
+    """Not in the taps: with a frozen x, chunks have graphs of their own, and each may be freed by its backward."""
+    function = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    for name in ("x", "w", "state"):
+        leaves = dict(zip(("x", "w", "state"), operands(), strict=True))
+        leaves[name].requires_grad_()
+        y, final = function(*leaves.values())
+        assert y.requires_grad
+        assert final.requires_grad == (name != "w"), name
+    x, w, state = operands()
+    w.requires_grad_()
+    for _ in range(2):
+        y, state = function(x, w, state)
+        y.sum().backward()
+    assert w.grad is not None
+
+
 def test_an_output_that_nobody_uses_has_no_gradient_to_give() -> None:
     """Either output alone; a missing one is nothing, not a tensor of zeros that has to be made."""
     x, w, state = (t.requires_grad_() for t in operands())

@@ -84,6 +84,49 @@ def test_a_tracer_of_fake_tensors_records_the_computation(name: str) -> None:
         assert g is None or torch.equal(g, expected)
 
 
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("name", TRACED)
+def test_a_tracer_records_the_operator(name: str, mode: str) -> None:
+    """Of plain tensors too: a launch on CUDA left uninitialised memory in the graph, the CPU one set of offsets."""
+    operands = normal(0, 20, 8, dtype=F32), normal(1, 8, 4, dtype=F32), torch.tensor([0, 1, 20], dtype=torch.int32)
+    graph = make_fx(TRACED[name], tracing_mode=mode)(*operands).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert any(target.startswith("cake_conv1d.") for target in targets), targets
+    assert not any("empty" in target for target in targets), targets
+
+
+X, W = torch.ones(6, 8), torch.ones(8, 4)
+GIVEN: dict[str, Callable[..., Any]] = {
+    "out": lambda given: causal_conv1d_fwd(X, W, out=given),
+    "dx": lambda given: causal_conv1d_bwd(X, W, X, dx=given),
+    "dweight": lambda given: causal_conv1d_bwd(X, W, X, dweight=given),
+    "dx-of-no-gradient": lambda given: causal_conv1d_bwd(X, W, None, dx=given),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_given_output_is_refused_where_a_graph_is_made(name: str) -> None:
+    """A graph would lack the writes: make_fx returned what the output held. Outside of graphs it is served."""
+    call, argument = GIVEN[name], name.split("-")[0]
+    given = torch.full((8, 4) if argument == "dweight" else (6, 8), 7.0)
+    text = f": {argument} is given to a call that is traced; needs None"
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        torch.compile(call, fullgraph=True, backend="aot_eager")(given)
+    assert text in str(caught.value.__cause__)
+    for mode in ("real", "fake"):
+        with pytest.raises(ValueError, match=text):
+            make_fx(call, tracing_mode=mode)(given)
+    assert (given == 7.0).all()
+    torch.compile(call, backend="aot_eager")(given)
+    assert not (given == 7.0).any()
+
+
+def test_a_compiled_backward_without_a_gradient_has_none() -> None:
+    for cu in (None, torch.tensor([0, 6], dtype=torch.int32)):
+        compiled = torch.compile(causal_conv1d_bwd, fullgraph=True, backend="aot_eager")
+        assert compiled(X, W, None, cu) == (None, None, None)
+
+
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_compile_has_no_graph_break_and_the_eager_bits(packed: bool, states: bool) -> None:

@@ -217,6 +217,33 @@ def test_the_columns_of_a_packed_gradient_do_not_overlap() -> None:
     assert not packed[:, :8].any()
 
 
+def test_an_output_may_be_other_columns_of_an_input_s_buffer() -> None:
+    wide, grads = torch.ones(6, 16, dtype=BF16), torch.ones(6, 16, dtype=BF16)
+    want = causal_conv1d_fwd(X, W, CU)
+    assert torch.equal(causal_conv1d_fwd(wide[:, :8], W, CU, out=wide[:, 8:]), want)
+    assert (wide[:, :8] == 1.0).all()
+    assert torch.equal(wide[:, 8:], want)
+    dx = causal_conv1d_bwd(X, W, grads[:, 8:], CU, dx=grads[:, :8])[0]
+    want = causal_conv1d_bwd(X, W, DY, CU)[0]
+    assert dx is not None
+    assert want is not None
+    assert torch.equal(dx, want)
+    batch = torch.ones(2, 3, 16, dtype=BF16)
+    assert torch.equal(causal_conv1d_fwd(batch[..., :8], W, out=batch[..., 8:]), causal_conv1d_fwd(XB, W))
+
+
+@pytest.mark.parametrize("name", ["out", "dx", "dweight"])
+def test_an_inference_tensor_is_refused_before_it_is_written(name: str) -> None:
+    with torch.inference_mode():
+        given = torch.full((8, 4) if name == "dweight" else (6, 8), 7.0, dtype=BF16)
+    with pytest.raises(ValueError, match=f": {name} is an inference tensor; needs "):
+        (fwd if name == "out" else bwd)(**{name: given})()
+    assert (given == 7.0).all()
+    with torch.inference_mode():
+        (fwd if name == "out" else bwd)(**{name: given})()
+    assert not (given == 7.0).all()
+
+
 def test_what_the_cpu_serves_and_cuda_does_not_is_refused_by_dtype_and_size() -> None:
     """FP32 x on CUDA names its dtype, C % 8, W in 2..4; before any launch."""
     with FakeCuda() as fake, recorded_launches() as launches:

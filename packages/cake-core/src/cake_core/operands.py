@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _TorchDispatchModeKey as _dispatch_modes
 from torch._C._functorch import peek_interpreter_stack
+from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.utils import _python_dispatch
 
 from . import device
 from .errors import check_float, message
@@ -32,6 +35,7 @@ __all__ = [
     "check_same_device",
     "check_shape",
     "check_tensors",
+    "check_untraced",
     "compute_dtype",
     "host_ints",
     "is_abstract",
@@ -44,8 +48,10 @@ __all__ = [
 CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CUDA_DTYPES = (torch.bfloat16, torch.float32)  # of a weight; activations are BF16
 _PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_OR_NONE = (*_PLAIN, type(None))
 _STRIDED = torch.strided
 _SERVED = ("cpu", "cuda", "meta")
+_ORDINARY = frozenset({("cpu", None), ("meta", None), *(("cuda", index) for index in range(128))})
 _NO_HANDLER: Any = getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 
 
@@ -80,16 +86,20 @@ def place(entry: str, **operands: Any) -> str:
 
 
 def ordinary_home(operands: Collection[Any]) -> tuple[str, int | None] | None:
-    """Where strided tensors of torch's own classes live, all on one device that is served and outside of every
-    transform: nothing is left to check for ``place``, and none is intercepted. None for every other call, right or
-    wrong."""
-    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    """Where strided tensors of torch's own classes live, all on one device that is served, outside of every transform
+    and dispatch mode: nothing is left to check for ``place``, and none is intercepted. None for every other call, right
+    or wrong."""
+    if (
+        peek_interpreter_stack() is not None
+        or ~forward_ad._current_level  # -1 outside of forward mode
+        or _python_dispatch._is_in_torch_dispatch_mode
+    ):
         return None
     for value in operands:
         if type(value) not in _PLAIN or value.layout is not _STRIDED:
             return None
     home = device.backend.home_of(operands)
-    return home if home is not None and home[0] in _SERVED else None
+    return home if home in _ORDINARY else None
 
 
 def check_tensors(entry: str, **operands: Any) -> None:
@@ -175,18 +185,18 @@ def is_abstract(value: Tensor) -> bool:
 
 
 def is_intercepted(*operands: Any) -> bool:
-    """Whether an operand's class sees every operator: fake tensors, tracers, wrappers such as a running collective.
+    """Whether an operand's class sees every operator, fake tensors, tracers, wrappers such as a running collective, or
+    a tracer of plain tensors does.
 
     A launch is invisible to it, and a tracer would record uninitialised outputs. A registered operator is not.
     """
     for value in operands:
         if (
-            type(value) not in _PLAIN
-            and value is not None
+            type(value) not in _PLAIN_OR_NONE
             and getattr(type(value), "__torch_dispatch__", _NO_HANDLER) is not _NO_HANDLER
         ):
             return True
-    return False
+    return _python_dispatch._is_in_torch_dispatch_mode and _records()
 
 
 def check_output(
@@ -202,7 +212,7 @@ def check_output(
     """Check one output that the caller gives. ``inputs`` has x first; ``outputs`` are the other given ones.
 
     Raises: TypeError when it is no tensor; ValueError for another device, dtype or shape, for elements that share
-    memory, and for memory that another tensor of the call reaches.
+    memory, for memory that another tensor of the call reaches, and for an inference tensor outside of that mode.
     """
     check_tensors(entry, **{name: value}, **{key: given for key, given in outputs.items() if given is not None})
     x = inputs["x"]
@@ -211,6 +221,9 @@ def check_output(
     if value.dtype not in dtypes:
         raise ValueError(message(entry, name, str(value.dtype), one_of(dtypes)))
     check_shape(entry, name, value, shape, "shape")
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        wanted = "a tensor made outside of inference mode"
+        raise ValueError(message(entry, name, "an inference tensor", wanted, "or call under torch.inference_mode()"))
     if is_abstract(value):
         return
     if value.is_neg() or (value.data_ptr() == 0 and value.numel() > 0):
@@ -219,7 +232,7 @@ def check_output(
     if not _elements_apart(value):
         raise ValueError(message(entry, name, f"strided {value.stride()}", "memory of its own for every element"))
     for other_name, other in inputs.items():
-        if _reaches(value, other):
+        if _reaches(value, other) and not _columns_apart(value, other):
             raise ValueError(message(entry, name, f"overlapping {other_name}", "memory that no input occupies"))
     for other_name, other in outputs.items():
         if other is not None and _reaches(value, other) and not _columns_apart(value, other):
@@ -244,6 +257,24 @@ def check_needed(entry: str, needs: Sequence[bool], **given: Tensor | None) -> N
             raise ValueError(message(entry, name, "given", f"needs to ask for {name}", "or do not pass it"))
 
 
+def check_untraced(entry: str, **given: Tensor | None) -> None:
+    """Raises: ValueError for an output that the caller gives to a call that a compiler or a tracer records: a graph
+    would lack what a kernel writes to it."""
+    if torch.compiler.is_compiling() or _records():
+        for name, value in given.items():
+            if value is not None:
+                got, wanted = "given to a call that is traced", "None: a graph holds results alone"
+                raise ValueError(message(entry, name, got, wanted, f"call without {name}, copy the result"))
+
+
+def _records() -> bool:
+    """Whether a tracer such as ``make_fx`` records this thread's operators."""
+    if torch.compiler.is_compiling():  # a compiler that traces this cannot ask for modes
+        return False
+    key = _dispatch_modes.PROXY
+    return torch._C._get_dispatch_mode(key) is not None or _get_dispatch_mode_pre_dispatch(key) is not None
+
+
 def check_layout(entry: str, name: str, value: Tensor, kind: str, in_place: Callable[[Tensor], Tensor | None]) -> None:
     """Raises: ValueError for a given output that the CUDA kernels cannot write in place."""
     if kind == "cuda" and not is_abstract(value) and value.numel() and in_place(value) is None:
@@ -263,6 +294,12 @@ def _extent(value: Tensor, first: int = 0) -> int:
     return (1 + sum((size - 1) * stride for size, stride in dims)) * value.element_size()
 
 
+def _period(value: Tensor, last: int) -> int:
+    """Bytes that every step through the dimensions before ``last`` is a multiple of; 0 where there is no step."""
+    dims = zip(value.shape[:last], value.stride()[:last], strict=True)
+    return math.gcd(*(stride for size, stride in dims if size > 1)) * value.element_size()
+
+
 def _reaches(a: Tensor, b: Tensor) -> bool:
     """Whether the byte ranges of two tensors overlap."""
     if a.numel() == 0 or b.numel() == 0:
@@ -272,14 +309,17 @@ def _reaches(a: Tensor, b: Tensor) -> bool:
 
 
 def _columns_apart(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors with overlapping ranges are column slices of one buffer that share no column."""
-    if a.dim() < 2 or b.dim() < 2:
-        return False
-    period = a.stride(0) * a.element_size()
-    if period == 0 or period != b.stride(0) * b.element_size():
-        return False
+    """Whether two tensors with overlapping ranges are column slices of one buffer that share no column.
+
+    The last dimension alone may be the columns, or several: rows of one head, or of all heads of a token.
+    """
     shift = b.data_ptr() - a.data_ptr()
-    return shift % period >= _extent(a, 1) and -shift % period >= _extent(b, 1)
+    for columns in range(1, min(a.dim(), b.dim())):
+        first_a, first_b = a.dim() - columns, b.dim() - columns
+        period = math.gcd(_period(a, first_a), _period(b, first_b))
+        if period and shift % period >= _extent(a, first_a) and -shift % period >= _extent(b, first_b):
+            return True
+    return False
 
 
 def _elements_apart(value: Tensor) -> bool:

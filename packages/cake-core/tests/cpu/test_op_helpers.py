@@ -51,6 +51,55 @@ def test_an_ordinary_call_has_a_home() -> None:
     assert seen == [None, None]
 
 
+def _given(name: str, value: Tensor, **inputs: Tensor) -> None:
+    x = inputs["x"]
+    operands.check_output("entry", name, value, x.shape, (x.dtype,), inputs=inputs, outputs={})
+
+
+def test_an_output_made_in_inference_mode_is_refused_outside_of_it() -> None:
+    """torch refuses to mark it as written, after it was."""
+    x = torch.ones(4, 8)
+    with torch.inference_mode():
+        out = torch.empty(4, 8)
+        _given("out", out, x=x)
+    with pytest.raises(ValueError, match=r"^entry: out is an inference tensor; needs "):
+        _given("out", out, x=x)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (3,)], ids=["2d", "single", "batch"])
+def test_columns_that_no_input_has_are_free(lead: tuple[int, ...]) -> None:
+    """A slice beside the input's in one buffer, whatever dimensions walk the rows; one column in common is refused."""
+    wide = torch.ones(*lead, 5, 24)
+    x = wide[..., 8:16]
+    for free in (wide[..., :8], wide[..., 16:]):
+        _given("out", free, x=x)
+    for shared in (wide[..., 7:15], wide[..., 9:17], x, wide[..., 4:20:2]):
+        with pytest.raises(ValueError, match="out is overlapping x"):
+            _given("out", shared, x=x)
+    with pytest.raises(ValueError, match="dx is overlapping dy"):
+        _given("dx", wide[..., 1:9], x=torch.ones(*lead, 5, 8), dy=x)
+
+
+def test_single_rows_of_one_buffer_are_told_apart() -> None:
+    wide = torch.ones(4, 24)
+    _given("out", wide[:1, :8], x=wide[:1, 8:16])
+    with pytest.raises(ValueError, match="out is overlapping weight"):
+        _given("out", wide[1:2, 8:16], x=torch.ones(1, 8), weight=wide[:, :12])
+    _given("out", wide[1:2, 8:16], x=torch.ones(1, 8), weight=wide[:, :8], z=wide[:, 16:])
+    _given("out", wide[:, 8:16], x=torch.ones(4, 8), weight=wide[2, 16:].expand(4, 8))
+
+
+def test_heads_of_one_buffer_are_told_apart_by_tokens_or_by_heads() -> None:
+    tokens = torch.ones(5, 6, 16)
+    x = tokens[:, 2:4]
+    _given("out", tokens[:, 4:], x=x)
+    _given("out", tokens[:, :2], x=x)
+    _given("out", tokens[..., 8:], x=tokens[..., :8])
+    for shared in (tokens[:, 1:3], tokens[:, 3:5]):
+        with pytest.raises(ValueError, match="out is overlapping x"):
+            _given("out", shared, x=x)
+
+
 def test_dense_operands_are_read_as_they_are() -> None:
     x = torch.ones(6, 16, dtype=torch.bfloat16)
     read = [x, x.view(2, 3, 16), x[1:2, 8:], x.view(-1)[8:24]]
