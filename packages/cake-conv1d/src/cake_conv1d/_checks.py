@@ -70,23 +70,32 @@ def check_forward(entry: str, x: Any, weight: Any, cu_seqlens: Any, initial_stat
         check_dtype(entry, "weight", weight, dtypes, kind)
     if initial_state is not None:
         check_dtype(entry, "initial_state", initial_state, dtypes, kind)
-    shape = x.shape
-    channels = check_rows(entry, "x", x, shape, kind, "" if cu_seqlens is None else "cu_seqlens")
-    width = check_taps(entry, "weight", weight, kind, channels, "x")
-    docs = _documents(entry, shape, home, cu_seqlens)
-    if initial_state is not None:
-        _check_state(entry, "initial_state", initial_state, docs, width, channels)
+    try:
+        shape = x.shape
+        channels = check_rows(entry, "x", x, shape, kind, "" if cu_seqlens is None else "cu_seqlens")
+        width = check_taps(entry, "weight", weight, kind, channels, "x")
+        docs = _documents(entry, shape, home, cu_seqlens)
+        if initial_state is not None:
+            _check_state(entry, "initial_state", initial_state, docs, width, channels)
+    except RuntimeError:  # of a tensor without a shape, which an ordinary call does not look for
+        check_tensors(entry, x=x, weight=weight, **_present(cu_seqlens=cu_seqlens, initial_state=initial_state))
+        raise
     return kind, docs, intercepted
 
 
 def check_state_call(entry: str, x: Any, width: int, cu_seqlens: Any, initial_state: Any) -> tuple[str, Documents]:
     """Check the operands of ``conv_final_state``; ``width`` is a host int. Returns and raises as ``check_forward``."""
-    kind = place(entry, x=x, **_present(cu_seqlens=cu_seqlens, initial_state=initial_state))
+    operands = {"x": x, **_present(cu_seqlens=cu_seqlens, initial_state=initial_state)}
+    kind = place(entry, **operands)
     rows_dtypes, dtypes = _DTYPES[kind]
     check_dtype(entry, "x", x, rows_dtypes, kind)
     if initial_state is not None:
         check_dtype(entry, "initial_state", initial_state, dtypes, kind)
-    shape = x.shape
+    try:
+        shape = x.shape
+    except RuntimeError:  # as in check_forward
+        check_tensors(entry, **operands)
+        raise
     channels = check_rows(entry, "x", x, shape, kind, "" if cu_seqlens is None else "cu_seqlens")
     check_width(width, kind != "cuda", "width", entry=entry)
     docs = _documents(entry, shape, device_of(x), cu_seqlens)
@@ -101,7 +110,10 @@ def check_rows(entry: str, name: str, x: Tensor, shape: torch.Size, kind: str, o
     dims = len(shape)
     if dims != 2 and (dims != 3 or (offsets and shape[0] != 1)):
         wanted = f"[T, C] or [1, T, C] with {offsets}" if offsets else "[T, C], [1, T, C] or [B, T, C]"
-        remedy = "documents of equal length may come as [B, T, C] without offsets" if offsets and dims == 3 else ""
+        remedy = ""
+        if dims == 3 and offsets:
+            own = "documents are those of ctx: pass their rows back to back"
+            remedy = own if offsets == "ctx" else "documents of equal length may come as [B, T, C] without offsets"
         raise ValueError(message(entry, name, f"of shape {tuple(shape)}", wanted, remedy))
     channels = int(shape[-1])  # symbolic under torch.compile(dynamic=True): a graph serves one number of channels
     if channels < 1 or (kind == "cuda" and channels % CHANNEL_MULTIPLE):
@@ -255,14 +267,18 @@ def check_kcp(
                 message(entry, x_name, got, f"{x.dtype}, the dtype of {first}: their rows travel together")
             )
     tokens = width = 0
-    for i, (x_name, w_name) in enumerate(names):
-        rows, weight = operands[x_name], operands[w_name]
-        channels = check_rows(entry, x_name, rows, rows.shape, kind, "ctx")
-        taps = check_taps(entry, w_name, weight, kind, channels, x_name)
-        if i == 0:
-            tokens, width = rows.shape[-2], taps
-        if rows.shape[-2] != tokens:
-            raise ValueError(message(entry, x_name, f"of {rows.shape[-2]} tokens", f"the {tokens} of {first}"))
-        if taps != width:
-            raise ValueError(message(entry, w_name, f"of {taps} taps", f"the {width} of {names[0][1]}"))
+    try:
+        for i, (x_name, w_name) in enumerate(names):
+            rows, weight = operands[x_name], operands[w_name]
+            channels = check_rows(entry, x_name, rows, rows.shape, kind, "ctx")
+            taps = check_taps(entry, w_name, weight, kind, channels, x_name)
+            if i == 0:
+                tokens, width = rows.shape[-2], taps
+            if rows.shape[-2] != tokens:
+                raise ValueError(message(entry, x_name, f"of {rows.shape[-2]} tokens", f"the {tokens} of {first}"))
+            if taps != width:
+                raise ValueError(message(entry, w_name, f"of {taps} taps", f"the {width} of {names[0][1]}"))
+    except RuntimeError:  # as in check_forward
+        check_tensors(entry, **operands)
+        raise
     return device_of(x), tokens, width

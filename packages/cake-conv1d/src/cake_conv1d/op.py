@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from cake_core.errors import check_int, check_str, message
+from cake_core.errors import check_int, message
 from cake_core.served import check_arch, check_weight_dtype, heads_per_rank, one_of, refuse_fp16, trainer_option
 from cake_core.spec import Flag, OpSpec, Package, Param
 
@@ -32,6 +32,7 @@ CHANNEL_MULTIPLE: Final = 8
 """CUDA reads 16 bytes of BF16 channels at a time; the CPU serves any number of channels."""
 ACTIVATIONS: Final = ("silu", "swish")
 """Two names of one function; None: no activation."""
+_IS_SILU: Final[Mapping[Any, bool]] = {None: False, **dict.fromkeys(ACTIVATIONS, True)}
 PREACTIVATION: Final = "cake_conv1d_silu_grad_preactivation"
 """Dest of the option that says where SiLU' is evaluated."""
 
@@ -65,8 +66,8 @@ def check_supported(
     check_int(kernel_size, "kernel_size", entry=entry)
     if not isinstance(has_bias, bool):
         raise TypeError(message(entry, "has_bias", f"{has_bias!r} ({type(has_bias).__name__})", "True or False"))
-    if activation is not None:
-        check_str(activation, "activation", entry=entry)
+    if activation is not None and not isinstance(activation, str):
+        _refuse_activation(activation, entry)
     check_channels(num_channels, arch == "cpu", "num_channels", entry=entry)
     check_width(kernel_size, arch == "cpu", "kernel_size", entry=entry)
     if has_bias:
@@ -103,19 +104,25 @@ def is_supported(
 
 def check_activation(activation: Any, *, entry: str) -> bool:
     """Whether the activation is SiLU. Raises: TypeError for another Python type; ValueError for another name."""
-    if activation is None:
-        return False
-    if activation not in ACTIVATIONS:
-        check_str(activation, "activation", entry=entry)
+    try:
+        return _IS_SILU[activation]
+    except (KeyError, TypeError):  # TypeError: an array, which is no key
+        _refuse_activation(activation, entry)
+
+
+def _refuse_activation(activation: Any, entry: str) -> NoReturn:
+    if isinstance(activation, str):
         raise ValueError(message(entry, "activation", repr(activation), "None, 'silu' or 'swish'"))
-    return True
+    got = f"{activation!r} ({type(activation).__name__})"
+    raise TypeError(message(entry, "activation", got, "a str or None"))
 
 
 def check_width(width: int, on_cpu: bool, argument: str, *, entry: str, got: object = None) -> None:
     """Raises: ValueError for a number of taps that is not served; ``got`` is what the message shows instead of it."""
     if on_cpu:
-        if width < MIN_WIDTH:
-            raise ValueError(message(entry, argument, width if got is None else got, f"at least {MIN_WIDTH} taps"))
+        if not MIN_WIDTH <= width <= plan.MAX_TOKENS:
+            wanted = f"at least {MIN_WIDTH} taps" if width < MIN_WIDTH else f"at most {plan.MAX_TOKENS} taps"
+            raise ValueError(message(entry, argument, width if got is None else got, wanted))
     elif width not in WIDTHS:
         raise ValueError(message(entry, argument, width if got is None else got, f"{one_of(WIDTHS)} taps"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from cake_conv1d import op
 from cake_core import config, hooks, registry
+from cake_core.loader import kernel_package
 
 SELECT = ("--linear-attention-conv-backend", "cake")
 POLICY = "--cake-conv1d-silu-grad-preactivation"
@@ -319,6 +321,13 @@ def test_architectures_without_kernels_are_not_implemented(arch: str) -> None:
     with pytest.raises(NotImplementedError, match=arch):
         op.check_supported(8192, arch=arch)
     assert not op.is_supported(8192, arch=arch)
+
+
+def test_the_architectures_that_a_message_recommends_have_libraries() -> None:
+    """It named sm_107a, which `cake prebuild conv1d --arch sm_107a` refuses."""
+    with pytest.raises(NotImplementedError, match="arch is 'cuda'") as caught:
+        op.check_supported(8192, arch="cuda")
+    assert set(re.findall(r"sm_\w+", str(caught.value))) == set(kernel_package("conv1d", "conv1d").archs())
 
 
 # --- prebuild ---------------------------------------------------------------------------------------------------

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cake_conv1d import (
     causal_conv1d,
     causal_conv1d_bwd,
     causal_conv1d_fwd,
+    causal_conv1d_kcp,
     causal_conv1d_kcp_multi,
     conv_final_state,
 )
@@ -24,6 +27,9 @@ XB = torch.ones(2, 3, 8, dtype=BF16)
 CU = torch.tensor([0, 2, 6], dtype=torch.int32)
 STATE = torch.ones(2, 3, 8, dtype=BF16)
 META = torch.device("meta")
+with warnings.catch_warnings(action="ignore"):  # a prototype, says torch
+    NESTED = torch._nested_tensor_from_tensor_list([torch.ones(3, 8, dtype=BF16), torch.ones(2, 8, dtype=BF16)])
+SILU_ARRAY = np.array(["silu"])
 
 
 def like(t: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -71,10 +77,29 @@ CASES = [
     case("width-bool", TypeError, r": width is", final(width=True)),
     case("width-float", TypeError, r": width is", final(width=4.0)),
     case("output-final-int", TypeError, r"output_final_state", lambda: causal_conv1d(X, W, output_final_state=1)),
+    case("activation-array", TypeError, r": activation is array.*; needs a str or None", fwd(activation=SILU_ARRAY)),
+    case("activation-false", TypeError, r": activation is False \(bool\); needs a str or None", fwd(activation=False)),
+    case("activation-zero", TypeError, r": activation is 0 \(int\); needs a str or None", fwd(activation=0)),
     # Values of host arguments.
     case("activation", ValueError, r": activation is 'gelu'.*silu", fwd(activation="gelu")),
     case("activation-case", ValueError, r": activation is 'SiLU'", fwd(activation="SiLU")),
+    case("width-huge", ValueError, r": width is 1099511627776; needs at most", final(width=2**40)),
     case("width-one", ValueError, r": width is 1", final(width=1)),
+    # Tensors without a shape.
+    case("x-nested", ValueError, r"_fwd: x is a nested tensor", fwd(x=NESTED)),
+    case("x-nested-state", ValueError, r"_state: x is a nested tensor", final(x=NESTED)),
+    case("weight-nested", ValueError, r": weight is a nested tensor", fwd(weight=NESTED)),
+    case("cu-nested", ValueError, r": cu_seqlens is a nested tensor", fwd(cu_seqlens=NESTED)),
+    case("state-nested", ValueError, r": initial_state is a nested tensor", fwd(initial_state=NESTED)),
+    case("dy-nested", ValueError, r": dy is a nested tensor", bwd(dy=NESTED)),
+    case("dx-nested", ValueError, r": dx is a nested tensor", bwd(dx=NESTED)),
+    case("x-local-nested", ValueError, r": x_local is a nested tensor", lambda: causal_conv1d_kcp(NESTED, W, object())),
+    case(
+        "weight-uninitialized",
+        ValueError,
+        r": weight is an UninitializedParameter",
+        fwd(weight=torch.nn.parameter.UninitializedParameter()),
+    ),
     # Devices.
     case("weight-device", ValueError, r": weight is on meta", fwd(weight=W.to(META))),
     case("cu-device", ValueError, r": cu_seqlens is on meta", fwd(cu_seqlens=CU.to(META))),
@@ -145,7 +170,12 @@ CASES = [
     case("dweight-shape", ValueError, r": dweight is", bwd(dweight=like(W, 7, 4))),
     case("dweight-is-weight", ValueError, r": dweight is overlapping weight", bwd(dweight=W)),
     case("dweight-dtype", ValueError, r": dweight is torch.float64", bwd(dweight=W.double())),
-    case("dx-not-asked-for", ValueError, r": dx is given", bwd(dx=like(X, 6, 8), needs=(False, True, False))),
+    case(
+        "dx-not-asked-for",
+        ValueError,
+        r": dx is given but not asked for; needs True for dx in needs",
+        bwd(dx=like(X, 6, 8), needs=(False, True, False)),
+    ),
     # Sequences of the multi call.
     case("xs-tensor", TypeError, r": xs is Tensor", lambda: causal_conv1d_kcp_multi(X, [W], object())),
     case(
@@ -189,6 +219,12 @@ def test_a_batch_with_offsets_says_what_to_do() -> None:
         ):
             with pytest.raises(ValueError, match=r": x is of shape \(2, 3, 8\); needs .*cu_seqlens"):
                 call(cu)
+
+
+def test_rows_of_a_batch_are_not_told_to_come_without_offsets_in_a_context() -> None:
+    with pytest.raises(ValueError, match=r"causal_conv1d_kcp: x_local is of shape \(2, 3, 8\)") as caught:
+        causal_conv1d_kcp(XB, W, object())
+    assert "without offsets" not in str(caught.value)
 
 
 def test_a_refused_call_leaves_given_outputs_as_they_were() -> None:

@@ -103,17 +103,23 @@ def ordinary_home(operands: Collection[Any]) -> tuple[str, int | None] | None:
 
 
 def check_tensors(entry: str, **operands: Any) -> None:
-    """Raises: TypeError for an operand that is no tensor, or a distributed one; ValueError for a sparse one."""
+    """Raises: TypeError for an operand that is no tensor, or a distributed one; ValueError for one that is sparse,
+    nested or not initialised."""
     for name, value in operands.items():
         if type(value) not in _PLAIN:
             _check_subclass(entry, name, value)
         if value.layout is not torch.strided:
             raise ValueError(message(entry, name, f"of layout {value.layout}", "torch.strided"))
+        if value.is_nested:
+            raise ValueError(message(entry, name, "a nested tensor", "a tensor with a shape"))
 
 
 def _check_subclass(entry: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(message(entry, name, type(value).__name__, "a torch.Tensor"))
+    if torch.nn.parameter.is_lazy(value):
+        got, wanted = f"an {type(value).__name__} without a shape", "one that its module has materialized"
+        raise ValueError(message(entry, name, got, wanted))
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(value, distributed.DTensor):
         raise TypeError(message(entry, name, "a DTensor", "a local tensor", f"pass {name}.to_local()"))
@@ -254,7 +260,9 @@ def check_needed(entry: str, needs: Sequence[bool], **given: Tensor | None) -> N
     """Raises: ValueError for an output that the caller gives but does not ask for."""
     for (name, value), need in zip(given.items(), needs, strict=True):
         if value is not None and not need:
-            raise ValueError(message(entry, name, "given", f"needs to ask for {name}", "or do not pass it"))
+            raise ValueError(
+                message(entry, name, "given but not asked for", f"True for {name} in needs", "or do not pass it")
+            )
 
 
 def check_untraced(entry: str, **given: Tensor | None) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-from .arch import ARCH_BY_CAPABILITY, PORTABLE_ARCH
+from .arch import PORTABLE_ARCH
 from .errors import check_str, message
 
 __all__ = [
@@ -56,7 +56,7 @@ def check_arch(arch: object, *, entry: str) -> None:
     try:
         native_arch(name, entry=entry)
     except NotImplementedError:
-        known = ", ".join(dict.fromkeys(ARCH_BY_CAPABILITY.values()))
+        known = ", ".join(NATIVE_ARCHES)
         raise NotImplementedError(
             message(entry, "arch", repr(name), f"'cpu' or an architecture from sm_80 on, such as {known}")
         ) from None
