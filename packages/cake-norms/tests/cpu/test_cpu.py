@@ -533,6 +533,55 @@ def test_compile_with_dynamic_shapes_has_a_graph_per_row_size_and_one_for_all_ro
     assert second > first
 
 
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, False, True), (False,) * 3])
+def test_compiled_passes_without_autograd_have_no_graph_break_and_the_eager_bits(needs: tuple[bool, ...]) -> None:
+    """N04: they said that they were inside of a torch.func transform."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def passes(x: Tensor, z: Tensor, w: Tensor, eps: float) -> tuple[Tensor | None, ...]:
+        y, rstd = zero_centered_rmsnorm_fwd(x, w, eps)
+        gated = rmsnorm_gate_fwd(y, z, w, eps, activation="sigmoid")
+        gate_grads = rmsnorm_gate_bwd(z, y, z, w, eps, activation="sigmoid", needs=(needs[0], needs[1], needs[2]))
+        none = *zero_centered_rmsnorm_bwd(None, x, w, rstd), *rmsnorm_gate_bwd(None, x, z, w)
+        return y, rstd, gated, *gate_grads, *zero_centered_rmsnorm_bwd(z, x, w, rstd, needs=needs[1:]), *none
+
+    compiled = torch.compile(passes, fullgraph=True, backend=counter, dynamic=True)
+    for count, eps in ((5, 1e-6), (9, 1e-6), (33, 1e-5)):
+        operands = [rows(seed, *shape).requires_grad_() for seed, shape in enumerate(((count, 64), (count, 64), (64,)))]
+        got, want = compiled(*operands, eps), passes(*operands, eps)
+        assert [g is None for g in got] == [w is None for w in want]
+        for index, (a, b) in enumerate(zip(got, want, strict=True)):
+            if a is not None and b is not None:
+                assert not a.requires_grad
+                assert_same_bits(a, b, f"compiled output {index} at {count} rows")
+
+
+def test_a_compiled_pass_names_the_operand_that_is_wrong() -> None:
+    x, w = rows(0, 4, 64), rows(1, 64)
+    texts = {  # apart from the calls, whose source lines the compiler quotes
+        "weight": "weight is of 3 elements; needs the 64 of a row of x",
+        "eps": "zero_centered_rmsnorm_fwd: eps is -1.0; needs at least 0.0",
+        "dy": "dy is of shape (2, 64); needs the shape of x",
+        "z": "z is of shape (2, 64); needs the shape of x, (4, 64)",
+        "activation": "rmsnorm_gate_bwd: activation is 'relu'; needs one of",
+        "needs": "rmsnorm_gate_bwd: needs is (True,); needs a tuple of 3 bool",
+    }
+    calls = {
+        "weight": lambda: zero_centered_rmsnorm_fwd(x, w[:3]),
+        "eps": lambda: zero_centered_rmsnorm_fwd(x, w, -1.0),
+        "dy": lambda: zero_centered_rmsnorm_bwd(x[:2], x, w, x[:, 0]),
+        "z": lambda: rmsnorm_gate_fwd(x, x[:2], w),
+        "activation": lambda: rmsnorm_gate_bwd(x, x, x, w, activation="relu"),
+        "needs": lambda: rmsnorm_gate_bwd(x, x, x, w, needs=(True,)),
+    }
+    for name, text in texts.items():
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException) as caught:
+            torch.compile(calls[name], fullgraph=True, backend="aot_eager")()
+        assert text in f"{caught.value} {caught.value.__cause__}".replace("\\'", "'")
+
+
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_symbolic_sizes_are_served_on_every_device(where: str) -> None:
     """N04: what the compiler asks of the operators, forward and backward, with fake operands of the device."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from cake_core import config
 from cake_core.testing.fake_cuda import FakeCuda
 from cake_core.testing.launches import Launch, recorded_launches
@@ -14,6 +15,7 @@ from cake_norms.gated_rmsnorm import rmsnorm_gate, rmsnorm_gate_bwd, rmsnorm_gat
 from cake_norms.rmsnorm import zero_centered_rmsnorm, zero_centered_rmsnorm_bwd, zero_centered_rmsnorm_fwd
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 BF16 = torch.bfloat16
 
@@ -125,8 +127,6 @@ def test_an_operand_without_strides_is_refused(convert: Callable[[Tensor], Tenso
 
 def _traced(call: Callable[..., Any], *operands: Tensor) -> Any:
     """What the graph computes that a tracer of fake tensors records."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     return make_fx(call, tracing_mode="fake")(*operands)(*operands)
 
 
@@ -149,6 +149,37 @@ def test_a_tracer_of_fake_tensors_records_the_computation(call: Callable[..., An
     for g, expected in zip(got, want, strict=True):
         assert (g is None) == (expected is None)
         assert g is None or torch.equal(g, expected)
+
+
+X, W, R = torch.ones(6, 8), torch.ones(8), torch.ones(6)
+GIVEN: dict[str, Callable[..., Any]] = {
+    "out": lambda given: zero_centered_rmsnorm_fwd(X, W, out=given),
+    "rstd": lambda given: zero_centered_rmsnorm_fwd(X, W, rstd=given),
+    "dx": lambda given: zero_centered_rmsnorm_bwd(X, X, W, R, dx=given),
+    "dweight": lambda given: zero_centered_rmsnorm_bwd(X, X, W, R, dweight=given),
+    "gated out": lambda given: rmsnorm_gate_fwd(X, X, W, out=given),
+    "gated dx": lambda given: rmsnorm_gate_bwd(X, X, X, W, dx=given),
+    "gated dz": lambda given: rmsnorm_gate_bwd(X, X, X, W, dz=given),
+    "gated dweight": lambda given: rmsnorm_gate_bwd(X, X, X, W, dweight=given),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_given_output_is_refused_where_a_graph_is_made(name: str) -> None:
+    """A graph would lack the writes, and the message was of a torch.func transform. Outside of graphs it is served."""
+    torch._dynamo.reset()
+    call, argument = GIVEN[name], name.split()[-1]
+    given = torch.full({"rstd": (6,), "dweight": (8,)}.get(argument, (6, 8)), 7.0)
+    text = f": {argument} is given to a call that is traced; needs None"
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        torch.compile(call, fullgraph=True, backend="aot_eager")(given)
+    assert text in str(caught.value.__cause__)
+    for mode in ("real", "fake"):
+        with pytest.raises(ValueError, match=text):
+            make_fx(call, tracing_mode=mode)(given)
+    assert (given == 7.0).all()
+    torch.compile(call, backend="aot_eager")(given)
+    assert not (given == 7.0).any()
 
 
 def test_the_result_of_a_running_collective_is_differentiable() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from cake_core import variants
-from cake_core.operands import check_needs, is_intercepted
+from cake_core.operands import check_needs, check_untraced, is_intercepted
 from torch import Tensor
 
 from . import plan
@@ -66,15 +66,18 @@ def rmsnorm_gate_fwd(
         out: x's shape and dtype, receives y. On CUDA it has a layout that x may have without a copy.
 
     Returns: y, ``out`` where it is given.
-    Raises: as ``rmsnorm_gate``; ValueError also for an output of another shape, dtype or device, or one that overlaps
-        an input.
+    Raises: as ``rmsnorm_gate``; ValueError also for an output of another shape, dtype or device, one that overlaps an
+        input, or one given to a call that is traced.
     """
     entry = "rmsnorm_gate_fwd"
-    if out is None and is_intercepted(x, z, weight):
+    if out is not None:
+        check_untraced(entry, out=out)
+    elif torch.compiler.is_compiling() or is_intercepted(x, z, weight):
         from . import custom_ops
 
         eps = check_host(entry, eps, activation)
-        check_forward(entry, x, z, weight)
+        if not torch.compiler.is_compiling():
+            check_forward(entry, x, z, weight)
         return custom_ops.functional_forward(x, z, weight, eps, activation)
     return run_forward(entry, x, z, weight, eps, activation, out)
 
@@ -106,13 +109,17 @@ def rmsnorm_gate_bwd(
     Raises: as ``rmsnorm_gate_fwd``.
     """
     entry = "rmsnorm_gate_bwd"
-    unasked = dx is None and dz is None and dweight is None
-    if dy is not None and unasked and is_intercepted(dy, x, z, weight):
+    if dy is None:
+        pass  # nothing runs, and nothing is written
+    elif dx is not None or dz is not None or dweight is not None:
+        check_untraced(entry, dx=dx, dz=dz, dweight=dweight)
+    elif torch.compiler.is_compiling() or is_intercepted(dy, x, z, weight):
         from . import custom_ops
 
         eps = check_host(entry, eps, activation)
         check_needs(needs, 3, entry=entry)
-        check_backward(entry, dy, x, z, weight, None, None, None, needs)
+        if not torch.compiler.is_compiling():
+            check_backward(entry, dy, x, z, weight, None, None, None, needs)
         return custom_ops.functional_backward(dy, x, z, weight, eps, activation, needs)
     return run_backward(entry, dy, x, z, weight, eps, activation, dx, dz, dweight, needs)
 

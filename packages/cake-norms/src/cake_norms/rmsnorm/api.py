@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from cake_core import variants
-from cake_core.operands import check_eps, check_needs, is_intercepted
+from cake_core.operands import check_eps, check_needs, check_untraced, is_intercepted
 from torch import Tensor
 
 from . import plan
@@ -76,15 +76,18 @@ def zero_centered_rmsnorm_fwd(
             1 / sqrt(mean(x^2) + eps).
 
     Returns: (y, rstd), the given tensors where they are given.
-    Raises: as ``zero_centered_rmsnorm``; ValueError also for an output of another shape, dtype or device, or one that
-        overlaps an input.
+    Raises: as ``zero_centered_rmsnorm``; ValueError also for an output of another shape, dtype or device, one that
+        overlaps an input, or one given to a call that is traced.
     """
     entry = "zero_centered_rmsnorm_fwd"
-    if out is None and rstd is None and is_intercepted(x, weight):
+    if out is not None or rstd is not None:
+        check_untraced(entry, out=out, rstd=rstd)
+    elif torch.compiler.is_compiling() or is_intercepted(x, weight):
         from . import custom_ops
 
         eps = check_eps(eps, entry=entry)
-        check_forward(entry, x, weight)
+        if not torch.compiler.is_compiling():
+            check_forward(entry, x, weight)
         return custom_ops.functional_forward(x, weight, eps)
     return run_forward(entry, x, weight, eps, out, rstd)
 
@@ -114,11 +117,16 @@ def zero_centered_rmsnorm_bwd(
     Raises: as ``zero_centered_rmsnorm_fwd``.
     """
     entry = "zero_centered_rmsnorm_bwd"
-    if dy is not None and dx is None and dweight is None and is_intercepted(dy, x, weight, rstd):
+    if dy is None:
+        pass  # nothing runs, and nothing is written
+    elif dx is not None or dweight is not None:
+        check_untraced(entry, dx=dx, dweight=dweight)
+    elif torch.compiler.is_compiling() or is_intercepted(dy, x, weight, rstd):
         from . import custom_ops
 
         check_needs(needs, 2, entry=entry)
-        check_backward(entry, dy, x, weight, rstd, None, None, needs)
+        if not torch.compiler.is_compiling():
+            check_backward(entry, dy, x, weight, rstd, None, None, needs)
         return custom_ops.functional_backward(dy, x, weight, rstd, needs)
     return run_backward(entry, dy, x, weight, rstd, dx, dweight, needs)
 
