@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from cake_conv1d import causal_conv1d
 from cake_conv1d.autograd import CausalConv1dFunction
-from cake_core import config, device, loader
-from cake_core.testing.host_time import ALLOCATION, PYTHON_CALL, OnTheHost, timed, work
+from cake_core import config
+from cake_core.testing.host_time import ALLOCATION, PYTHON_CALL, idle_programs, timed, work
 from torch import Tensor
 
 CU = (0, 10, 40, 64)
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Programs that do nothing, and how many were called."""
-    called = [0]
-
-    def program(*args: Any) -> None:
-        called[0] += 1
-
-    monkeypatch.setattr(loader.KernelPackage, "function", lambda self, library: program)
+def launches() -> Iterator[list[int]]:
+    """How many programs were called."""
     config.configure(cake_workspace_pool_bytes=1 << 20)
-    with device.installed(OnTheHost()):
+    with idle_programs() as called:
         yield called
     config.configure()
 

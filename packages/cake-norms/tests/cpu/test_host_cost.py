@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from cake_core import config, device, loader
-from cake_core.testing.host_time import ALLOCATION, PYTHON_CALL, OnTheHost, timed, work
+from cake_core import config
+from cake_core.testing.host_time import ALLOCATION, PYTHON_CALL, idle_programs, timed, work
 from cake_norms.gated_rmsnorm import rmsnorm_gate
 from cake_norms.rmsnorm import zero_centered_rmsnorm
 from torch import Tensor
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Programs that do nothing, and how many were called."""
-    called = [0]
-
-    def program(*args: Any) -> None:
-        called[0] += 1
-
-    monkeypatch.setattr(loader.KernelPackage, "function", lambda self, library: program)
+def launches() -> Iterator[list[int]]:
+    """How many programs were called."""
     config.configure()
-    with device.installed(OnTheHost()):
+    with idle_programs() as called:
         yield called
 
 

@@ -8,17 +8,30 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from timeit import Timer
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from .. import device
+from .. import device, loader
 
-__all__ = ["ALLOCATION", "PYTHON_CALL", "ROOM", "Calibration", "OnTheHost", "Timed", "Work", "timed", "work"]
+__all__ = [
+    "ALLOCATION",
+    "PYTHON_CALL",
+    "ROOM",
+    "Calibration",
+    "OnTheHost",
+    "Timed",
+    "Work",
+    "idle_programs",
+    "timed",
+    "work",
+]
 
 Call = Callable[[], object]
 
@@ -100,11 +113,32 @@ class OnTheHost(device.Backend):
     def device_count(self) -> int:
         return 1
 
+    def stream(self, index: int) -> int:
+        return 0
+
+    def capturing(self, index: int) -> bool:
+        return False
+
     def uncaptured_stream(self, index: int) -> int | None:
         return 0
 
     def capability(self, index: int) -> tuple[int, int]:
         return 9, 0
+
+
+@contextmanager
+def idle_programs() -> Iterator[list[int]]:
+    """Inside, CPU tensors are those of a device, and programs do nothing; yields [how many were called]."""
+    called = [0]
+
+    def program(*args: Any) -> None:
+        called[0] += 1
+
+    def function(package: loader.KernelPackage, library: str) -> Callable[..., None]:
+        return program
+
+    with mock.patch.object(loader.KernelPackage, "function", function), device.installed(OnTheHost()):
+        yield called
 
 
 class Timed(NamedTuple):
