@@ -1,4 +1,4 @@
-// Tiles and scalars of a chunk, and what the scans make of them: P and Z . D.
+// Tiles and scalars of a chunk.
 #pragma once
 
 #include <cstdint>
@@ -121,59 +121,5 @@ struct Pair {
     if (lane == 0) s.scale = scale;
   }
 };
-
-inline constexpr uint32_t kMinusInfinity = 0xff800000u;
-
-// By a warpgroup, behind the arrival of the tiles and scalars: P = scale tril(Q^ K^^T) . D to `p`, Z . D to where Z is.
-// q, k: [64][128] tiles of raw rows. A thread reads what it needs of kBlocks blocks of 8 columns before it writes any,
-// so that their chains of loads and exponentials run side by side.
-__device__ __forceinline__ void make_squares(const char* q, const char* k, char* z, char* p, const Scalars& s,
-                                             int thread) {
-  constexpr int kBlocks = 4;
-  float sum[kChunk / 2];
-  ptx::wgmma_fence();
-  multiply<kHeadDim / 16>(sum, Operand<Along::kRows>(q, kSquareBytes), Operand<Along::kRows>(k, kSquareBytes), false);
-  ptx::wgmma_commit();
-  const int warp = thread / 32, lane = thread % 32;
-  const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
-  const float G_row[2] = {s.G[row], s.G[row + 8]}, q_row[2] = {s.q[row], s.q[row + 8]};
-#pragma unroll
-  for (int first = 0; first < kChunk / 8; first += kBlocks) {
-    float2 G[kBlocks], by[kBlocks];
-    uint32_t packed[kBlocks][2];
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      const int from = 8 * (first + i) + column;
-      G[i] = *reinterpret_cast<const float2*>(s.G + from);
-      by[i] = *reinterpret_cast<const float2*>(s.k + from);
-#pragma unroll
-      for (int below = 0; below < 2; ++below) {
-        packed[i][below] = *reinterpret_cast<const uint32_t*>(z + swizzled(row + 8 * below, from));
-      }
-    }
-    if (first == 0) {
-      ptx::wgmma_wait<0>();
-      ptx::settle(sum);
-    }
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-      for (int below = 0; below < 2; ++below) {
-        const int at = row + 8 * below, from = 8 * (first + i) + column;
-        // Selected before the exponential: above the diagonal the difference may be as large as it likes.
-        const float low = exp_of(at >= from ? __fsub_rn(G_row[below], G[i].x) : __uint_as_float(kMinusInfinity));
-        const float high = exp_of(at > from ? __fsub_rn(G_row[below], G[i].y) : __uint_as_float(kMinusInfinity));
-        const float* value = sum + 4 * (first + i) + 2 * below;
-        const float p_low = __fmul_rn(__fmul_rn(value[0], __fmul_rn(q_row[below], by[i].x)), low);
-        const float p_high = __fmul_rn(__fmul_rn(value[1], __fmul_rn(q_row[below], by[i].y)), high);
-        const uint32_t two = packed[i][below];
-        *reinterpret_cast<uint32_t*>(z + swizzled(at, from)) = ptx::cvt_rn_bf16x2(
-            __fmul_rn(__uint_as_float(two << 16), low), __fmul_rn(__uint_as_float(two & 0xffff0000u), high));
-        *reinterpret_cast<uint32_t*>(p + swizzled(at, from)) =
-            ptx::cvt_rn_bf16x2(at >= from ? p_low : 0.f, at > from ? p_high : 0.f);
-      }
-    }
-  }
-}
 
 }  // namespace cake::gdn

@@ -5,6 +5,8 @@
 
 namespace cake::gdn {
 
+inline constexpr uint32_t kMinusInfinity = 0xff800000u;
+
 // Where a thread's numbers of a [64][n] sum lie: d[4 i + 2 below + e] at row `row` + 8 below, column 8 i + `column` +
 // e.
 struct Place {

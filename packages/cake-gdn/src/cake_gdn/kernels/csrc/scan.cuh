@@ -20,6 +20,7 @@
 #include "cake/v1/launch.h"
 #include "cake/v1/ptx_bulk.cuh"
 #include "chunk.cuh"
+#include "decay.cuh"
 
 namespace cake::gdn {
 
@@ -158,6 +159,58 @@ struct Fetcher {
   }
 };
 
+// By a warpgroup, behind the arrival of the tiles and scalars: P = scale tril(Q^ K^^T) . D to `p`, Z . D to where Z is.
+// q, k: [64][128] tiles of raw rows. A thread reads what it needs of kBlocks blocks of 8 columns before it writes any,
+// so that their chains of loads and exponentials run side by side.
+__device__ __forceinline__ void make_squares(const char* q, const char* k, char* z, char* p, const Scalars& s,
+                                             int thread) {
+  constexpr int kBlocks = 4;
+  float sum[kChunk / 2];
+  ptx::wgmma_fence();
+  multiply<kHeadDim / 16>(sum, Operand<Along::kRows>(q, kSquareBytes), Operand<Along::kRows>(k, kSquareBytes), false);
+  ptx::wgmma_commit();
+  const Place at(thread);
+  const OfRows G_row(s.G, at), q_row(s.q, at);
+#pragma unroll
+  for (int first = 0; first < kChunk / 8; first += kBlocks) {
+    OfColumns<kBlocks> G, by;
+    uint32_t packed[kBlocks][2];
+    G.load(s.G, first, at);
+    by.load(s.k, first, at);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        packed[i][below] =
+            *reinterpret_cast<const uint32_t*>(z + swizzled(at.row + 8 * below, 8 * (first + i) + at.column));
+      }
+    }
+    if (first == 0) {
+      ptx::wgmma_wait<0>();
+      ptx::settle(sum);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        float made[2], decays[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const bool wanted = at.reaches(first + i, below, e);
+          decays[e] = decay(wanted, G_row.by[below], G.by[i][e]);
+          const float value = __fmul_rn(sum[4 * (first + i) + 2 * below + e], __fmul_rn(q_row.by[below], by.by[i][e]));
+          made[e] = wanted ? __fmul_rn(value, decays[e]) : 0.f;
+        }
+        const int to = swizzled(at.row + 8 * below, 8 * (first + i) + at.column);
+        const uint32_t two = packed[i][below];
+        *reinterpret_cast<uint32_t*>(z + to) = ptx::cvt_rn_bf16x2(
+            __fmul_rn(__uint_as_float(two << 16), decays[0]), __fmul_rn(__uint_as_float(two & 0xffff0000u), decays[1]));
+        *reinterpret_cast<uint32_t*>(p + to) = ptx::cvt_rn_bf16x2(made[0], made[1]);
+      }
+    }
+  }
+}
+
 // P and Z . D of a chunk that is there, and backwards Q' in place of Q, by a warpgroup; the chunk is prepared.
 template <int kWalkers, bool kBackwards>
 __device__ __forceinline__ void finish(Shared<kWalkers>& shared, int at, int thread) {
@@ -248,7 +301,7 @@ struct Walker {
   }
 
   // Register operands of k-steps 4 half .. 4 half + 3 of a [64 values][128 keys] sum: keys 64 half and on, to a tile
-  // [value][key], which leaves for `to` as it is.
+  // [value][key], as send() lets it out.
   __device__ __forceinline__ void stage(const uint32_t (&a)[kHeadDim / 16][4], int half) const {
     const int matrix = lane / 8;  // values + 8 * (matrix % 2), keys + 8 * (matrix / 2)
 #pragma unroll
