@@ -225,12 +225,16 @@ def test_every_element_of_an_output_is_written_and_nothing_beside_it(
         made.append(poisoned_empty(tuple(shape), dtype, DEVICE))
         return made[-1]
 
+    def uninitialized_like(tensor: Tensor, device: object) -> Tensor:
+        return uninitialized(tuple(tensor.shape), tensor.dtype, device)
+
     def take(op: str, role: str, nbytes: int, device: object = None) -> Tensor:
         made.append(poisoned_empty((nbytes // 4,), torch.float32, DEVICE))
         return made[-1].view(torch.uint8)
 
+    poisoned = SimpleNamespace(uninitialized=uninitialized, uninitialized_like=uninitialized_like, take=take)
     for module in (cuda, backends):
-        monkeypatch.setattr(module, "workspace", SimpleNamespace(uninitialized=uninitialized, take=take))
+        monkeypatch.setattr(module, "workspace", poisoned)
     assert_same_step(step.run(), want, "poisoned memory")
     assert len(made) >= 3
     for index, tensor in enumerate(made):

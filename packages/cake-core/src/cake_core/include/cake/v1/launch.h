@@ -41,18 +41,23 @@ cudaError_t launch(void (*kernel)(P), const Shape& shape, cudaStream_t stream, c
   return cudaLaunchKernelEx(&config, kernel, p);
 }
 
+// Whether all that nvcc compiles this file for is sm_90 or later; it tells the host compiler, too.
+#ifdef __CUDA_ARCH_LIST__
+constexpr int kArchs[] = {__CUDA_ARCH_LIST__};  // ascending, 900 for sm_90
+constexpr bool kMayStartEarly = kArchs[0] >= 900;
+#else
+constexpr bool kMayStartEarly = true;
+#endif
+
 // Launches a kernel that begins with ptx::wait_for_the_kernel_before so that its CTAs are in place when the kernel
 // before it in the stream ends (programmatic dependent launch). Code compiled for less than sm_90 has no such wait and
 // is launched as usual, also where a later device runs it from PTX.
 template <typename P>
 cudaError_t launch_behind(void (*kernel)(P), const Shape& shape, cudaStream_t stream, const P& p) {
-  cudaFuncAttributes built = {};
-  const cudaError_t known = cudaFuncGetAttributes(&built, kernel);
-  if (known != cudaSuccess) return known;
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
-  return launch(kernel, shape, stream, p, built.ptxVersion >= 90 ? &early : nullptr);
+  return launch(kernel, shape, stream, p, kMayStartEarly ? &early : nullptr);
 }
 
 }  // namespace cake

@@ -135,10 +135,6 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(P), cudaFuncAttribute, int bytes
   known = bytes;
   return cudaSuccess;
 }
-template <typename P>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(P)) {
-  return attributes->ptxVersion = 90, cudaSuccess;
-}
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   return *value = cuda_on_cpu::shared_limit, cudaSuccess;
 }
