@@ -81,18 +81,12 @@ struct Shared {
   GateSums sums[2];
   Tile tiles[2];                   // of the head
   uint64_t full[2];                // rows, scalars and tile of a head are there
-  uint64_t empty[2];               // the head is done, its sums are there: all warps
+  uint64_t empty[2];               // the head is done, its sums are there: all warpgroups
   uint64_t S_full, S_empty;        // read by warpgroups 0, 2 and 3
   uint64_t dS_full, dS_empty;      // by 2 and 3
   uint64_t keys_full, keys_empty;  // Q and K, by 0, 1 and 2
   uint64_t squares_empty;          // dPs and W, by 1
 };
-
-// One arrival of a warp, behind all that its lanes did.
-__device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
-}
 
 __device__ __forceinline__ float sum_quad(float value) {
   value = __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, 1));
@@ -118,8 +112,10 @@ __device__ __forceinline__ void sum_up(const float (&s)[kChunk / 2], const Place
     const bool upper = (at.lane & distance) != 0;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
-      const float given = upper ? column[i] : column[half + i];
-      column[i] = __fadd_rn(upper ? column[half + i] : column[i], __shfl_xor_sync(0xffffffffu, given, distance));
+      // Both are read: a choice between two places would put the array into local memory.
+      const float low = column[i], high = column[half + i];
+      const float given = __shfl_xor_sync(0xffffffffu, upper ? low : high, distance);
+      column[i] = __fadd_rn(upper ? high : low, given);
     }
   }
   const int i = (at.lane & 4) + (at.lane & 8) / 4 + at.lane / 16;
@@ -235,7 +231,7 @@ __device__ __forceinline__ void scores(Shared& shared, const Head& head, const P
     const float factor[2] = {__fmul_rn(c.by[0], scale), __fmul_rn(c.by[1], scale)};
     ptx::wgmma_wait<0>();
     ptx::settle(dQi);
-    warp_arrive(&shared.S_empty);
+    ptx::mbarrier_arrive(&shared.S_empty);
     ptx::mbarrier_wait(&shared.keys_full, head.keys_parity);
     Dots dots;
     add_rows(dQi, factor, shared.q, 0, at, dQ, dots);
@@ -371,7 +367,7 @@ __device__ __forceinline__ void gram(Shared& shared, const Head& head, const Pla
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
   ptx::settle(dK);
-  warp_arrive(&shared.squares_empty);
+  ptx::mbarrier_arrive(&shared.squares_empty);
 }
 
 // Warpgroup 2, one value head.
@@ -399,7 +395,7 @@ __device__ __forceinline__ void states(Shared& shared, const Head& head, const P
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       ptx::settle(part);
-      if (half == 1) warp_arrive(which == 0 ? &shared.S_empty : &shared.dS_empty);
+      if (half == 1) ptx::mbarrier_arrive(which == 0 ? &shared.S_empty : &shared.dS_empty);
       if (which == 0 && half == 0) ptx::mbarrier_wait(&shared.keys_full, head.keys_parity);
       add_rows(part, factor, shared.k, half * kChunk, at, dK, dots);
     }
@@ -549,7 +545,7 @@ __device__ __forceinline__ void finish(const Tail& p, Shared& shared, Rows& rows
       part[i * kWarpgroup + thread] = make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
     }
     ptx::bar_arrive(kPartBarrier, 2 * kWarpgroup);
-    warp_arrive(&shared.keys_empty);
+    ptx::mbarrier_arrive(&shared.keys_empty);
     return;
   }
   if constexpr (kWarpgroupNumber == 2) {
@@ -567,7 +563,7 @@ __device__ __forceinline__ void finish(const Tail& p, Shared& shared, Rows& rows
   constexpr bool kScores = kWarpgroupNumber == 0;
   constexpr int kBarrier = kScores ? kOutBarrier : kOutBarrier + 1;
   if (norm) pull_back(d, kScores ? shared.q : shared.k, kScores ? s.r_q : s.k, at);
-  warp_arrive(&shared.keys_empty);
+  ptx::mbarrier_arrive(&shared.keys_empty);
   char* out = kScores ? rows.E : rows.dO;
   store_rounded(d, at, out);
   ptx::bar_sync(kBarrier, kWarpgroup);
@@ -598,13 +594,13 @@ __device__ __forceinline__ void run(const Tail& p, Shared& shared) {
       }
       if constexpr (kWarpgroupNumber == 2) states(shared, head, at, d);
       if (member + 1 == group) break;
-      warp_arrive(&shared.empty[stage]);
+      ptx::mbarrier_arrive(&shared.empty[stage]);
     }
     const int stage = n % 2;
     ptx::forget(thread);
     const Place at(thread);
     finish<kWarpgroupNumber>(p, shared, shared.rows[stage], shared.scalars[stage], shared.tiles[stage], at, thread, d);
-    warp_arrive(&shared.empty[stage]);
+    ptx::mbarrier_arrive(&shared.empty[stage]);
     ++n;
   }
 }
@@ -681,16 +677,16 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
       ptx::mbarrier_wait(&shared.S_full, (n - 1) % 2);
       ptx::mbarrier_wait(&shared.dS_full, (n - 1) % 2);
       multiply_states(shared, Place(thread), shared.sums[other].z);
-      warp_arrive(&shared.S_empty);
-      warp_arrive(&shared.dS_empty);
-      warp_arrive(&shared.empty[other]);
+      ptx::mbarrier_arrive(&shared.S_empty);
+      ptx::mbarrier_arrive(&shared.dS_empty);
+      ptx::mbarrier_arrive(&shared.empty[other]);
     }
     if (n >= 2 && warp == kGateWarp) {
       gate_gradient(shared.sums[stage], last.gamma, last.dg, p.heads, last.rows);
     }
     if (!more) {
       if (thread == 0) shared.tiles[stage].rows = 0;
-      warp_arrive(&shared.full[stage]);
+      ptx::mbarrier_arrive(&shared.full[stage]);
       if (n >= 1) {
         ptx::mbarrier_wait(&shared.empty[other], (n - 1) / 2 % 2);
         if (warp == kGateWarp) gate_gradient(shared.sums[other], before.gamma, before.dg, p.heads, before.rows);
@@ -712,7 +708,7 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
     if (thread == 0) shared.tiles[stage] = tile;
     ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
-    warp_arrive(&shared.full[stage]);
+    ptx::mbarrier_arrive(&shared.full[stage]);
     if (walk.member == 0) {
       ptx::mbarrier_wait(&shared.keys_empty, (tiles + 1) % 2);
       ++tiles;
@@ -721,7 +717,7 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
       ptx::cp_async_commit();
       ptx::cp_async_wait<0>();
       ptx::fence_proxy_async();
-      warp_arrive(&shared.keys_full);
+      ptx::mbarrier_arrive(&shared.keys_full);
     }
     last = before;
     before = {p.dg + tile.first * static_cast<int64_t>(p.heads) + head, 0.f, tile.rows};
@@ -731,17 +727,19 @@ __device__ __forceinline__ void fetch(const Tail& p, Shared& shared) {
 __global__ __launch_bounds__(kThreads, 1) void gdn_tail(const __grid_constant__ Tail p) {
   Shared& shared = *dynamic_tiles<Shared>();
   if (threadIdx.x == 0) {
+    // Every thread arrives for itself: a warp that arrives as one, behind a __syncwarp, is as right, but racecheck
+    // does not follow it.
     for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(&shared.full[i], kWarps);
-      ptx::mbarrier_init(&shared.empty[i], 4 * kWarps);
+      ptx::mbarrier_init(&shared.full[i], kWarpgroup);
+      ptx::mbarrier_init(&shared.empty[i], kThreads);
     }
     ptx::mbarrier_init(&shared.S_full, 1);
-    ptx::mbarrier_init(&shared.S_empty, 3 * kWarps);
+    ptx::mbarrier_init(&shared.S_empty, 3 * kWarpgroup);
     ptx::mbarrier_init(&shared.dS_full, 1);
-    ptx::mbarrier_init(&shared.dS_empty, 2 * kWarps);
-    ptx::mbarrier_init(&shared.keys_full, kWarps);
-    ptx::mbarrier_init(&shared.keys_empty, 3 * kWarps);
-    ptx::mbarrier_init(&shared.squares_empty, kWarps);
+    ptx::mbarrier_init(&shared.dS_empty, 2 * kWarpgroup);
+    ptx::mbarrier_init(&shared.keys_full, kWarpgroup);
+    ptx::mbarrier_init(&shared.keys_empty, 3 * kWarpgroup);
+    ptx::mbarrier_init(&shared.squares_empty, kWarpgroup);
   }
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);  // see scan.cuh
