@@ -1,8 +1,13 @@
 """Write or check the benchmark tables of the packages' pages from their latest stored run.
 
-A page (README.md, docs/*.md) has a table of an op between two comments:
+A page (README.md, docs/*.md) has a table of an op between two comments, its speed in TB/s, in milliseconds, or the
+errors of its outputs:
 
     <!-- bench: rmsnorm -->
+    <!-- end of bench -->
+    <!-- bench: gdn ms -->
+    <!-- end of bench -->
+    <!-- bench: gdn errors -->
     <!-- end of bench -->
 
 Usage: uv run tools/bench_tables.py [--check]
@@ -17,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cake_core.bench_report import markdown_table, means_line, newest
+from cake_core.bench_report import error_table, markdown_table, means_line, newest
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end of bench -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- bench: (\w+)(?: (ms|errors))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
 
 
 def pages(package: Path) -> Iterator[Path]:
@@ -28,26 +33,32 @@ def pages(package: Path) -> Iterator[Path]:
     yield from (path for path in (package / "README.md", *sorted((package / "docs").glob("*.md"))) if path.is_file())
 
 
-def section(docs: list[dict[str, Any]], op: str) -> str:
-    """What stands between the comments: where and when, the table, the means, what is absent."""
+def section(docs: list[dict[str, Any]], op: str, kind: str | None = None) -> str:
+    """What stands between the comments: where and when, the table, of speeds also the means and what is absent.
+    ``kind``: None, "ms" or "errors"."""
     doc = docs[0]
     where = f"{doc['device']}, driver {doc['driver']}, CUDA {doc['cuda']}, torch {doc['torch']}"
     when = f"{doc['date'][:10]}, commit {doc['git_sha'] or 'unknown'}"
-    ceiling = f"a copy of 1 GiB reaches {doc['ceilings']['copy_tbps']:.2f} in the same run"
-    lines = [
-        f"{where}; {when}. TB/s, forward / backward; {ceiling}.",
-        "",
-        markdown_table(docs, op),
-        "",
-    ]
+    if kind == "errors":
+        return f"{where}; {when}. {error_table(docs, op)}\n"
+    if kind == "ms":
+        unit, of_unit = "median_ms", "Milliseconds, forward / backward"
+    else:
+        copied = f"a copy of 1 GiB reaches {doc['ceilings']['copy_tbps']:.2f} in the same run"
+        unit, of_unit = "tbps", f"TB/s, forward / backward; {copied}"
+    lines = [f"{where}; {when}. {of_unit}.", "", markdown_table(docs, op, unit=unit), ""]
     if means := means_line(docs, op):
         lines += [means, ""]
     for each in docs[1:]:
         again = [*dict.fromkeys(row["shape"] for row in each["rows"] if row["op"] == op)]
         if again and each["git_sha"] != doc["git_sha"]:
-            lines.append(f"* timed again at commit {each['git_sha']}: {', '.join(again)}")
-    missing = [one for each in docs for one in each.get("absent", ()) if one["op"] in ("", op)]
-    for one in missing:
+            lines.append(f"* timed at commit {each['git_sha']}: {', '.join(again)}")
+    # A process that ran out of time left shapes to another one.
+    timed = {row["shape"] for each in docs for row in each["rows"] if row["op"] == op}
+    absent = [one for each in docs for one in each.get("absent", ()) if one["op"] in ("", op)]
+    for one in absent:
+        if one["impl"] == "all" and one["shape"] in timed:
+            continue
         what = " ".join(filter(None, (one["impl"], one["version"], one["pass"], one["shape"])))
         lines.append(f"* not timed: {what}: {one['reason']}")
     return "\n".join([*lines, ""] if lines[-1] else lines)
@@ -55,7 +66,7 @@ def section(docs: list[dict[str, Any]], op: str) -> str:
 
 def filled(page: str, docs: list[dict[str, Any]]) -> str:
     """The text of a page with its tables written anew."""
-    return TABLE.sub(lambda found: found[1] + section(docs, found[2]) + found[3], page)
+    return TABLE.sub(lambda found: found[1] + section(docs, found[2], found[3]) + found[4], page)
 
 
 def main(argv: list[str] | None = None) -> int:

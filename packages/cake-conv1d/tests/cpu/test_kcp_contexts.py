@@ -158,7 +158,7 @@ TABLES = ("hist_row_off", "tail_row_off", "head_row_off", "hist_index")
 
 
 def like(context: kcp.KcpContext, **changed: Any) -> SimpleNamespace:
-    """An object with the fields of spec 2.3 alone."""
+    """An object with the fields that a context has to have, alone."""
     tables = {name: getattr(context.halo_tables, name) for name in TABLES}
     fields = {name: getattr(context, name) for name in FIELDS}
     fields["halo_tables"] = SimpleNamespace(**{**tables, **changed.pop("tables", {})})

@@ -1,4 +1,4 @@
-"""Documents, layouts and strides: none of them changes a bit (spec 2.2, 4)."""
+"""Documents, layouts and strides: none of them changes a bit."""
 
 from __future__ import annotations
 

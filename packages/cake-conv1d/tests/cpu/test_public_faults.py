@@ -1,6 +1,6 @@
 """Faults that users reported against other kernels, each as the smallest input that would show its kind here.
 
-One test per row of the spec's section 10 and of the conv1d rows of the fault list (C01, C02, D02, D03) that a CPU can
+One test per public fault of such an op that a CPU can
 show. What needs a GPU (memory checkers, 2^31 elements, launches) is in tests/gpu.
 """
 

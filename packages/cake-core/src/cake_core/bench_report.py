@@ -15,6 +15,7 @@ __all__ = [
     "Comparison",
     "Row",
     "comparisons",
+    "error_table",
     "geomeans",
     "label",
     "markdown_table",
@@ -135,10 +136,13 @@ def _is_part(path: Path, main: Path) -> bool:
     return path.parent == main.parent and path.stem.startswith(f"{main.stem}.")
 
 
-def markdown_table(docs: Sequence[Mapping[str, Any]], op: str) -> str:
-    """TB/s of every implementation at every shape of ``op``, a line per shape, forward and backward in a cell
+def markdown_table(docs: Sequence[Mapping[str, Any]], op: str, *, unit: str = "tbps") -> str:
+    """A figure of every implementation at every shape of ``op``, a line per shape, forward and backward in a cell
     ("4.05 / 3.52"); the last columns are our speed over the fastest peer of the same process and over a copy of the
     same bytes.
+
+    Args:
+        unit: field of the rows that is shown: "tbps", TB/s, or "median_ms", milliseconds.
 
     Raises: ValueError when the documents have no row of ``op``.
     """
@@ -157,7 +161,7 @@ def markdown_table(docs: Sequence[Mapping[str, Any]], op: str) -> str:
         here = [one for one in found if one.shape == shape]
         cells = [shape, size_of(here[0].rows[0]["params"])]
         for name in labels:
-            cells.append(_cell([_rate(here, pass_, name) for pass_ in passes]))
+            cells.append(_cell([_figure(here, pass_, name, unit) for pass_ in passes]))
         for name in extra.values():
             cells.append(_cell([_lead(here, pass_, name) for pass_ in passes]))
         lines.append(f"| {' | '.join(cells)} |")
@@ -174,11 +178,46 @@ def means_line(docs: Sequence[Mapping[str, Any]], op: str) -> str:
     return f"Our speed over a peer's, geometric mean over the shapes where it was timed. {peers}." if peers else ""
 
 
-def _rate(here: Sequence[Comparison], pass_: str, name: str) -> str | None:
+def error_table(docs: Sequence[Mapping[str, Any]], op: str) -> str:
+    """The relative RMS errors in the lists ``accuracy`` of the documents, in 1e-3: a line for each setting of the norm
+    and gates, a cell for each tensor with every implementation's ("3.45 / 5.25"), ours first. An implementation that
+    two documents have is taken from the first.
+
+    Raises: ValueError when the documents have no errors of ``op``.
+    """
+    found = [entry for doc in docs for entry in doc.get("accuracy", ()) if entry["op"] == op]
+    if not found:
+        raise ValueError(message("error_table", "op", repr(op), "one that the documents have errors of"))
+    labels = [*dict.fromkeys(label(entry) for entry in found)]
+    tensors = [*dict.fromkeys(entry["tensor"] for entry in found)]
+    settings = [*dict.fromkeys((entry["params"]["norm"], entry["gates"]) for entry in found)]
+    errors: dict[tuple[Any, ...], float | None] = {}
+    for entry in found:
+        where = entry["params"]["norm"], entry["gates"], entry["tensor"], label(entry)
+        errors.setdefault(where, entry["rel_rms"])
+    lines = [
+        f"In a cell: {' / '.join(labels)}; 1e-3.",
+        "",
+        f"| {' | '.join(['norm in the call', 'gates', *tensors])} |",
+        "|---" * (2 + len(tensors)) + "|",
+    ]
+    for norm, gates in settings:
+        cells = [
+            _cell([_thousandths(errors.get((norm, gates, tensor, name))) for name in labels]) for tensor in tensors
+        ]
+        lines.append(f"| {' | '.join(['yes' if norm else 'no', gates, *cells])} |")
+    return "\n".join(lines)
+
+
+def _thousandths(error: float | None) -> str | None:
+    return None if error is None else f"{1e3 * error:.2f}"
+
+
+def _figure(here: Sequence[Comparison], pass_: str, name: str, unit: str) -> str | None:
     for one in here:
         for row in one.rows:
-            if one.pass_ == pass_ and label(row) == name and row["tbps"] is not None:
-                return f"{row['tbps']:.2f}"
+            if one.pass_ == pass_ and label(row) == name and row[unit] is not None:
+                return f"{row[unit]:.2f}"
     return None
 
 

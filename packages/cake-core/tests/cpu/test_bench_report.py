@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cake_core.bench_report import (
     comparisons,
+    error_table,
     geomeans,
     label,
     markdown_table,
@@ -86,8 +87,30 @@ def test_a_table_has_a_line_for_every_shape_and_keeps_what_loses() -> None:
         "| s | 8 x 16, weight float32 | 4.00 / 2.00 | 8.00 / - | 18.18 / - | 0.20 / - |  |",
         "| graphed | 8 x 16, weight float32 | 4.00 / - |  |  |  | 0.80 / - |",
     ]
+    in_ms = markdown_table([main, other], "demo", unit="median_ms").splitlines()
+    assert in_ms[2] == "| s | 8 x 16, weight float32 | 1.00 / 2.00 | 0.50 / - | 0.22 / - | 0.20 / - |  |"
     with pytest.raises(ValueError, match="rows of"):
         markdown_table([main], "nothing")
+
+
+def test_a_table_of_errors_has_every_setting_and_takes_an_implementation_from_the_first_document() -> None:
+    def error(impl: str, norm: bool, tensor: str, value: float | None) -> dict[str, Any]:
+        which = {"op": "demo", "impl": impl, "variant": "det" if impl == "cake" else None, "version": "1.0"}
+        return {**which, "params": {"norm": norm}, "gates": "slow", "tensor": tensor, "rel_rms": value}
+
+    first = [error("cake", True, "o", 2e-3), error("cake", True, "dq", 3e-3), error("a", True, "o", None)]
+    second = [error("cake", True, "o", 9e-3), error("b", True, "o", 4.5e-3), error("cake", False, "o", 1e-4)]
+    docs = [{**document(), "accuracy": first}, {**document(), "accuracy": second}, document()]
+    assert error_table(docs, "demo").splitlines() == [
+        "In a cell: cake det / a 1.0 / b 1.0; 1e-3.",
+        "",
+        "| norm in the call | gates | o | dq |",
+        "|---|---|---|---|",
+        "| yes | slow | 2.00 / - / 4.50 | 3.00 / - / - |",
+        "| no | slow | 0.10 / - / - |  |",
+    ]
+    with pytest.raises(ValueError, match="errors of"):
+        error_table(docs, "nothing")
 
 
 def test_the_newest_run_is_the_latest_date_with_its_other_processes(tmp_path: Path) -> None:

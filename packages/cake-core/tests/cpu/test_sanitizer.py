@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cake_core.testing import sanitizer
-from cake_core.testing.sanitizer import TOOLS, findings, sanitized, sanitized_runs
+from cake_core.testing.sanitizer import TOOLS, findings, sanitized, sanitized_runs, version
 
 _STAND_IN = """#!/bin/sh
 echo "$@"
@@ -39,6 +39,12 @@ def test_every_tool_runs_the_script_and_its_planted_faults() -> None:
         assert ("--kernel-name kns=conv1d" in run.stdout) is (name != "initcheck")
         assert ("--padding 1024" in run.stdout) is ("memcheck" in name)
         assert "caching off: 1" in run.stdout
+
+
+def test_the_version_of_the_tool(tool: Path) -> None:
+    tool.write_text("#!/bin/sh\necho 'NVIDIA (R) Compute Sanitizer'\necho 'Version 2025.3.1.0 (build 1) (public)'\n")
+    assert version() == (2025, 3, 1, 0)
+    assert version() < (2026, 1)
 
 
 @pytest.mark.parametrize("worker", [False, True], ids=["one process", "one of several"])

@@ -1,4 +1,4 @@
-"""The autograd Function: which gradients, what it saves, what a replay keeps, what it refuses (spec 2.2, 4)."""
+"""The autograd Function: which gradients, what it saves, what a replay keeps, what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chunk form of the spec against the token recurrence, and what the roundings of the Hopper kernels cost."""
+"""The chunk form against the token recurrence, and what the roundings of the Hopper kernels cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of the error table (spec 2.5): the kind, the argument, what it got; nothing is computed before."""
+"""Every row of the error table: the kind, the argument, what it got; nothing is computed before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context parallelism over gloo groups of 2, 3 and 4 processes (spec 7.9, 8).
+"""Context parallelism over gloo groups of 2, 3 and 4 processes.
 
 Four processes are started once: the smaller groups are some of them.
 """

@@ -1,4 +1,4 @@
-"""Context parallelism over threads of one process: the single rank's numbers, whatever the cut (spec 2.6, 3.7, 7.9)."""
+"""Context parallelism over threads of one process: the single rank's numbers, whatever the cut."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def small(*, heads: int = 2, value_heads: int = 4, tokens: int = 7, keys: int = 
 def one_head(
     q: Numbers, k: Numbers, v: Numbers, g: Numbers, beta: Numbers, state: Numbers, scale: float, norm: bool
 ) -> tuple[Numbers, Numbers]:
-    """o and the final state of one head of one document: spec 3.1, one scalar at a time."""
+    """o and the final state of one head of one document: the recurrence, one scalar at a time."""
     keys, values = range(len(state)), range(len(state[0]))
     S = [[state[a][c] for c in values] for a in keys]
     o: Numbers = []

@@ -1,4 +1,4 @@
-"""Documents, layouts, strides and plans: what changes no bit, and what stays out of the neighbours (spec 2.4, 4)."""
+"""Documents, layouts, strides and plans: what changes no bit, and what stays out of the neighbours."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Faults that users reported against other kernels, each as the smallest input that would show its kind here.
 
-One test per row of the spec's section 10 and of the gdn rows of the fault list (D02) that a CPU can show. What needs a
+One test per public fault of such an op that a CPU can show. What needs a
 GPU (launches, graphs, streams, memory checkers, 2^31 elements, speed) is in tests/gpu. Replays, tables by value and
 padding have more tests in test_autograd.py and test_packing.py.
 """

@@ -1,4 +1,4 @@
-"""Declarations, trainer arguments and supported sizes of both ops, without torch (norms spec 2.1, 2.2, 6)."""
+"""Declarations, trainer arguments and supported sizes of both ops, without torch."""
 
 from __future__ import annotations
 

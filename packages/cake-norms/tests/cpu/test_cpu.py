@@ -1,4 +1,4 @@
-"""Both ops on the CPU: formulas, gradients, layouts, edge cases, autograd, compile (norms spec 3, 4, 8, 10)."""
+"""Both ops on the CPU: formulas, gradients, layouts, edge cases, autograd, compile."""
 
 from __future__ import annotations
 

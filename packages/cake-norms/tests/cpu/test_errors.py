@@ -1,4 +1,4 @@
-"""Every row of the error table: the kind, the argument, what it got, and nothing written (norms spec 2.4)."""
+"""Every row of the error table: the kind, the argument, what it got, and nothing written."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _gated_dweight_in_order(x: Tensor, dy: Tensor, partial_rows: int, waves: int
 
 
 def _gated_sum_of_squares(row: Tensor) -> Tensor:
-    """FP32 in the order of the spec: eight elements a lane, then the butterfly. Squares of BF16 are exact in FP32."""
+    """FP32 in the kernel's order: eight elements a lane, then the butterfly. Squares of BF16 are exact in FP32."""
     lanes = torch.zeros(len(row) // 8)
     for element in row.float().square().view(-1, 8).unbind(1):
         lanes = lanes + element

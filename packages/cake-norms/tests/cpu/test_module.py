@@ -1,4 +1,4 @@
-"""ZeroCenteredRMSNorm: allocation, state, sequence parallelism (norms spec 2.1)."""
+"""ZeroCenteredRMSNorm: allocation, state, sequence parallelism."""
 
 from __future__ import annotations
 

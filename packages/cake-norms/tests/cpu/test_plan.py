@@ -1,4 +1,4 @@
-"""Lanes, partitions and library names: functions of shapes alone (norms spec 3.5, 7.3, 7.6). Torch-free."""
+"""Lanes, partitions and library names: functions of shapes alone. Torch-free."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_rmsnorm_kernels_follow_the_definition(programs: dict[str, Program], hid
 
 
 def _sum_of_squares(row: Tensor, hidden: int) -> Tensor:
-    """FP32 in the order of the spec: lane chains, butterfly, warps ascending. Squares of BF16 are exact in FP32."""
+    """FP32 in the kernel's order: lane chains, butterfly, warps ascending. Squares of BF16 are exact in FP32."""
     p = plan.lanes(hidden)
     padded = torch.zeros(p.vectors * p.threads_per_row * 8)
     padded[:hidden] = row.float().square()

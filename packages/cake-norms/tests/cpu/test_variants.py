@@ -1,4 +1,4 @@
-"""When the variant is read, and what a configured fast does under torch's deterministic algorithms (norms spec 5)."""
+"""When the variant is read, and what a configured fast does under torch's deterministic algorithms."""
 
 from __future__ import annotations
 

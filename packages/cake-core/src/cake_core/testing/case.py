@@ -27,7 +27,7 @@ class Budget:
 
     rel_rms: float
     measured: float | None = None
-    """Largest error seen where ``where`` says; None: the budget of the spec, not measured yet."""
+    """Largest error seen where ``where`` says; None: a first budget, not measured yet."""
     where: str = ""
     """Machine, date and program of the measurement."""
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
-__all__ = ["TOOLS", "Run", "Runs", "findings", "sanitized", "sanitized_runs"]
+__all__ = ["TOOLS", "Run", "Runs", "findings", "sanitized", "sanitized_runs", "version"]
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 Run = subprocess.CompletedProcess[str]
@@ -19,6 +19,13 @@ Run = subprocess.CompletedProcess[str]
 LIMIT = 90.0
 """Seconds of a run."""
 _PADDING = 1024  # bytes; allocations lie back to back without it, and a read behind one is a read of the next one
+
+
+def version() -> tuple[int, ...]:
+    """Of the tool on PATH, (2025, 3, 1, 0). Raises: FileNotFoundError without one."""
+    printed = subprocess.run(("compute-sanitizer", "--version"), capture_output=True, text=True, check=True).stdout
+    found = re.search(r"Version (\d+(?:\.\d+)+)", printed)
+    return tuple(int(part) for part in found[1].split(".")) if found else ()
 
 
 class Runs(Mapping[str, "Future[Run]"]):

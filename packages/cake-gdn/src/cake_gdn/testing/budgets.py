@@ -1,7 +1,7 @@
 """Largest relative RMS error of each output against the FP64 definition on the same operands. Torch-free.
 
-``BUDGETS`` are for BF16 q, k and v, on any device: the spec's start values, 1.4 times what ``emulation`` predicts of
-the Hopper kernels, until a device has measured them. Any of them refuses a scale error of two per cent.
+``BUDGETS`` are for BF16 q, k and v, on any device: 1.4 times what ``emulation`` predicts of the Hopper kernels, less
+than twice what a device has measured. Any of them refuses a scale error of two per cent.
 """
 
 from __future__ import annotations
@@ -11,25 +11,29 @@ from cake_core.testing.case import Budget
 __all__ = ["BUDGETS", "CPU", "DG_LARGEST", "STRONG_DG", "dg_budgets"]
 
 _EMULATED = (
-    "emulation.emulate (rounding points of spec 3.6, strides 1 and 2) on a CPU, worst of six gate regimes with and "
+    "emulation.emulate (its rounding points, strides 1 and 2) on a CPU, worst of six gate regimes with and "
     "without the norm, 2048 tokens, 2 / 4 heads, 2026-11-30; not measured on a device"
+)
+_MEASURED = (
+    "H200, CUDA 13.0, b7ff710, worst of seven gate regimes with and without the norm, 4096 tokens, 16 / 32 heads, "
+    "2026-11-30"
 )
 
 BUDGETS = {
-    "o": Budget(5.0e-3, 3.43e-3, _EMULATED),
+    "o": Budget(5.0e-3, 3.45e-3, _MEASURED),
     "final_state": Budget(5.0e-3, 2.55e-3, _EMULATED),
-    "dq": Budget(5.0e-3, 3.71e-3, _EMULATED),
-    "dk": Budget(6.0e-3, 4.35e-3, _EMULATED),
-    "dv": Budget(5.0e-3, 3.30e-3, _EMULATED),
-    "dg": Budget(6.5e-3, 4.87e-3, _EMULATED),
-    "dbeta": Budget(6.0e-3, 3.98e-3, _EMULATED),
+    "dq": Budget(5.0e-3, 3.45e-3, _MEASURED),
+    "dk": Budget(6.0e-3, 4.24e-3, _MEASURED),
+    "dv": Budget(5.0e-3, 3.35e-3, _MEASURED),
+    "dg": Budget(6.5e-3, 4.18e-3, _MEASURED),
+    "dbeta": Budget(6.0e-3, 4.06e-3, _MEASURED),
     "dh0": Budget(5.0e-3, 2.56e-3, _EMULATED),
 }
 
-DG_LARGEST = Budget(2e-2, 3.96e-3, _EMULATED)
+DG_LARGEST = Budget(2e-2, 4.76e-3, _MEASURED)
 """max |error| / max |dg|."""
 
-STRONG_DG = Budget(2e-3, 1.9e-4, _EMULATED.replace("2048", "1024 and 2048"))
+STRONG_DG = Budget(2e-3, 2.85e-4, _MEASURED)
 """dg under gates of A = 16 ("qwen-16"): what cancellation would lose there."""
 
 _CPU = (

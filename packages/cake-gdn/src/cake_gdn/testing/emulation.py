@@ -1,10 +1,10 @@
-"""The chunk form of spec 3.2 / 3.3 with every rounding of the Hopper kernels (spec 3.6), kernel by kernel.
+"""The chunk form (docs/design.md) with every rounding of the Hopper kernels, kernel by kernel.
 
-For predicting budgets and for comparing a kernel's tiles with what it should have written. One function per kernel of
-spec 7.2: ``prep``, ``state_scan``, ``walk_state``, ``walk_adjoint``, ``adjoint_scan``, ``tail``; ``emulate`` runs them
-as the op does. Written from the spec, independent of the CPU backend; no code of the op.
+For predicting budgets and for comparing a kernel's tiles with what it should have written. One function per kernel:
+``prep``, ``state_scan``, ``walk_state``, ``walk_adjoint``, ``adjoint_scan``, ``tail``; ``emulate`` runs them
+as the op does. Written from the formulas, independent of the CPU backend; no code of the op.
 
-The L2 norm is folded (spec 3.5): products run on the raw rows, r_q and r_k scale rows and columns in FP32. A product of
+The L2 norm is folded: products run on the raw rows, r_q and r_k scale rows and columns in FP32. A product of
 two BF16 numbers is exact in FP32, so every matmul here is the tensor core's up to the order of its FP32 sums.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
     "walk_state",
 ]
 
-_WARM_UP = -10.0  # a head that decays by e^-10 over a part of a segment needs that part alone (spec 3.7)
+_WARM_UP = -10.0  # a head that decays by e^-10 over a part of a segment needs that part alone
 
 Segment = tuple[int, int]
 """Chunks [begin, end) of one document."""
@@ -218,7 +218,7 @@ def _adjoint_before(t: Tiles, i: int, dS: Tensor, do: Tensor, E: Tensor, roundin
 
 
 def _product(a: Tensor, x: Tensor, point: str, rounding: Rounding, split: int) -> Tensor:
-    """a @ x with x rounded at ``point``, or as the sum of ``split`` BF16 numbers (spec 3.7)."""
+    """a @ x with x rounded at ``point``, or as the sum of ``split`` BF16 numbers."""
     part = rounding(point, x)
     total = a @ part
     for _ in range(split - 1):

@@ -1,6 +1,6 @@
 """The definition of ``gdn``: the token recurrence in FP64, document by document. No code of the op.
 
-Per document and value head h, with the query / key head h // r (spec 3.1):
+Per document and value head h, with the query / key head h // r:
 
     S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T        S [K, V], S_0 = initial_state or 0
     o_t = scale S_t^T q_t

@@ -86,7 +86,7 @@ ROUTES: Mapping[str, Mapping[str, Any]] = {
 def make_case(*, device: str | torch.device, seed: int, **shape: Any) -> Case:
     """Operands of ``steps.make_step(**shape)``; passes "fwd", "bwd" and "step".
 
-    ``traffic`` counts every operand and every result once; ``flop`` the products of the chunk form (spec 7.2).
+    ``traffic`` counts every operand and every result once; ``flop`` the products of the chunk form.
     """
     step = make_step(**shape, device=device, seed=seed)
     saved: list[Any] = []

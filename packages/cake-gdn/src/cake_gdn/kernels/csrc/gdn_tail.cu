@@ -434,6 +434,7 @@ __device__ __forceinline__ void multiply_states(const Shared& shared, const Plac
     sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, distance));
   }
   if (at.lane == 0) z[at.warp] = sum;
+  ptx::fence_proxy_async();  // bulk copies write next what was read here
 }
 
 // dg of a chunk and value head, by one warp, two tokens a lane: sums over lanes by doubling distances.
