@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from cake_core.testing.cuda_on_cpu.emulation import Program, assert_ulps, randn, slice_of_nan
@@ -144,6 +146,30 @@ def test_a_launch_takes_no_shared_memory_from_a_wider_one_of_another_thread(prog
         x, w = randn(2, hidden, seed=1), randn(hidden, seed=2)
         backward(program, x, x, w, torch.ones(2))
     assert program.native.cuda_on_cpu_lowered() == before
+
+
+def test_the_driver_is_asked_for_shared_memory_once_by_every_thread(programs: dict[str, Program]) -> None:
+    """It costs the host as much as half of a launch; another device, which has other kernels, is asked again."""
+    program, hidden = programs["rmsnorm_bwd"], 16384
+    x, w = randn(2, hidden, seed=1), randn(hidden, seed=2)
+    asked = program.native.cuda_on_cpu_asked
+
+    def new() -> int:
+        before = asked()
+        backward(program, x, x, w, torch.ones(2))
+        return asked() - before
+
+    new()
+    assert new() == 0
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(new).result() == 1
+        assert pool.submit(new).result() == 0
+    try:
+        program.give_shared_memory(226 * 1024)
+        assert new() == 1
+    finally:
+        program.give_shared_memory(227 * 1024)
+    assert new() == 1
 
 
 @pytest.mark.parametrize(("case", "frozen"), RMSNORM.items(), ids=str)

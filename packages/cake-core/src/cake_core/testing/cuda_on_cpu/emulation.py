@@ -108,6 +108,7 @@ class Program:
         self.native = ctypes.CDLL(str(path))
         self.native.cuda_on_cpu_launches.restype = ctypes.c_long
         self.native.cuda_on_cpu_lowered.restype = ctypes.c_long
+        self.native.cuda_on_cpu_asked.restype = ctypes.c_long
         self.native.cuda_on_cpu_seed.argtypes = (ctypes.c_uint64,)
         self.native.cuda_on_cpu_shared_limit.argtypes = (ctypes.c_int,)
 

@@ -11,7 +11,8 @@ struct Shape {
   unsigned grid;
   unsigned threads;
   int shared = 0;  // bytes, dynamic
-  int most = 0;    // above kDefaultShared: the most that any launch of this kernel on this device has
+  int most =
+      0;  // where one above kDefaultShared is not the same in all launches of the kernel: the most on this device
 };
 
 // Bytes of shared memory that one CTA of the current device can have, static and dynamic together; 0 when the device
@@ -22,14 +23,35 @@ inline int shared_limit() {
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess ? bytes : 0;
 }
 
+// Lets a kernel have more than kDefaultShared bytes on the current device. The driver is asked once by every thread: a
+// question costs as much as half of a launch. Always the same number for a kernel and device: another thread may launch
+// it with more between this call and its own launch.
+inline cudaError_t allow_shared(const void* kernel, int bytes) {
+  struct Known {
+    const void* kernel;
+    int device, bytes;
+  };
+  constexpr int kRemembered = 16;  // more kernels than a library has instances in use, or they are told again
+  static thread_local Known known[kRemembered] = {};
+  static thread_local int next = 0;
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  for (const Known& one : known) {
+    if (one.kernel == kernel && one.device == device && one.bytes == bytes) return cudaSuccess;
+  }
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status == cudaSuccess) known[next++ % kRemembered] = {kernel, device, bytes};
+  return status;
+}
+
 template <typename P>
 cudaError_t launch(void (*kernel)(P), const Shape& shape, cudaStream_t stream, const P& p,
                    cudaLaunchAttribute* attribute = nullptr) {
   if (shape.shared > kDefaultShared) {
-    // Always the same number: another thread may launch the kernel with more between this call and its own launch.
     const int bytes = shape.most > shape.shared ? shape.most : shape.shared;
-    const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (raised != cudaSuccess) return raised;
+    const cudaError_t allowed = allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+    if (allowed != cudaSuccess) return allowed;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.grid);

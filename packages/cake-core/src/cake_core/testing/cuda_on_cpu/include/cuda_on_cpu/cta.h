@@ -71,6 +71,7 @@ struct Cta {
 
 inline Cta* cta = nullptr;
 inline Lane& lane() { return cta->lanes[cta->current]; }
+inline int device = 0;                           // current one
 inline int shared_limit = 227 * 1024;            // of the device
 inline std::map<const void*, size_t> shared_of;  // raised by cudaFuncSetAttribute, per kernel
 inline uint64_t random_state = 1;
@@ -78,6 +79,7 @@ inline cudaError_t pending = cudaSuccess;
 inline const char* failure = "";  // why the last launch that failed did
 inline long launches = 0;
 inline long lowered = 0;  // times that a kernel was given less shared memory than before
+inline long asked = 0;    // calls of cudaFuncSetAttribute
 inline uint32_t ctas = 0;
 
 inline uint32_t random_below(uint32_t n) {

@@ -127,10 +127,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
-template <typename P>
-cudaError_t cudaFuncSetAttribute(void (*kernel)(P), cudaFuncAttribute, int bytes) {
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int bytes) {
+  ++cuda_on_cpu::asked;
   if (bytes > cuda_on_cpu::shared_limit) return cuda_on_cpu::pending = cudaErrorInvalidValue;
-  size_t& known = cuda_on_cpu::shared_of[reinterpret_cast<const void*>(kernel)];
+  size_t& known = cuda_on_cpu::shared_of[kernel];
   cuda_on_cpu::lowered += static_cast<size_t>(bytes) < known;
   known = bytes;
   return cudaSuccess;
@@ -143,17 +143,20 @@ inline const char* cudaGetErrorName(cudaError_t) { return "cuda_on_cpu"; }
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorLaunchFailure ? cuda_on_cpu::failure : "refused";
 }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = cuda_on_cpu::device, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 
 extern "C" __attribute__((visibility("default"), used)) inline long cuda_on_cpu_launches() {
   return cuda_on_cpu::launches;
 }
+extern "C" __attribute__((visibility("default"), used)) inline long cuda_on_cpu_asked() { return cuda_on_cpu::asked; }
 extern "C" __attribute__((visibility("default"), used)) inline long cuda_on_cpu_lowered() {
   return cuda_on_cpu::lowered;
 }
 extern "C" __attribute__((visibility("default"), used)) inline void cuda_on_cpu_shared_limit(int bytes) {
   cuda_on_cpu::shared_limit = bytes;
+  ++cuda_on_cpu::device;  // another one, where no kernel has been allowed more yet
+  cuda_on_cpu::shared_of.clear();
 }
 extern "C" __attribute__((visibility("default"), used)) inline void cuda_on_cpu_seed(uint64_t seed) {
   cuda_on_cpu::random_state = seed;
