@@ -62,9 +62,8 @@ def loss(operands: Sequence[Numbers], scale: float) -> complex:
     """<dout, out>."""
     q, k, v, dout = operands
     outs, _ = plain(q, k, v, scale)
-    flat = [
-        (x, y) for out, d in zip(outs, dout, strict=True) for a, b in zip(out, d, strict=True) for x, y in zip(a, b)
-    ]
+    rows = [row for out in outs for row in out], [row for d in dout for row in d]
+    flat = [pair for a, b in zip(*rows, strict=True) for pair in zip(a, b, strict=True)]
     return sum((x * y for x, y in flat), start=0j)
 
 
