@@ -215,15 +215,15 @@ def check_output(
     inputs: Mapping[str, Tensor],
     outputs: Mapping[str, Tensor | None],
 ) -> None:
-    """Check one output that the caller gives. ``inputs`` has x first; ``outputs`` are the other given ones.
+    """Check one output that the caller gives, which lives with the first input. ``outputs`` are the other given ones.
 
     Raises: TypeError when it is no tensor; ValueError for another device, dtype or shape, for elements that share
     memory, for memory that another tensor of the call reaches, and for an inference tensor outside of that mode.
     """
     check_tensors(entry, **{name: value}, **{key: given for key, given in outputs.items() if given is not None})
-    x = inputs["x"]
+    first, x = next(iter(inputs.items()))
     if device.device_of(value) != device.device_of(x):
-        raise ValueError(message(entry, name, f"on {value.device}", f"the device of x, {x.device}"))
+        raise ValueError(message(entry, name, f"on {value.device}", f"the device of {first}, {x.device}"))
     if value.dtype not in dtypes:
         raise ValueError(message(entry, name, str(value.dtype), one_of(dtypes)))
     check_shape(entry, name, value, shape, "shape")
