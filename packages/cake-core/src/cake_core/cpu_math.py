@@ -69,11 +69,14 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
     A product has the bits that it has alone wherever every thread multiplies whole matrices: with fewer matrices than
     threads MKL cuts one in two (seen in FP64 from three threads on). So zeros fill the batch up to the threads. The
-    bits of a matrix that is transposed in memory may be others, so it stays so.
+    bits of a matrix that is transposed in memory may be others, so it stays so. A vector alone would get a routine of
+    its own, so it gets company too.
     """
     lead, count = a.shape[:-2], a.shape[:-2].numel()
     left, right = a.reshape(count, *a.shape[-2:]), b.reshape(count, *b.shape[-2:])
     padding = -count % torch.get_num_threads()
+    if count + padding == 1 and 1 in (a.shape[-2], b.shape[-1]):
+        padding = 1
     if padding:
         left, right = _extended(left, padding), _extended(right, padding)
     return torch.bmm(left, right)[:count].view(*lead, a.shape[-2], b.shape[-1])

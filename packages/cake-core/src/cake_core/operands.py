@@ -265,9 +265,9 @@ def check_needed(entry: str, needs: Sequence[bool], **given: Tensor | None) -> N
             )
 
 
-def check_untraced(entry: str, **given: Tensor | None) -> None:
-    """Raises: ValueError for an output that the caller gives to a call that a compiler or a tracer records: a graph
-    would lack what a kernel writes to it."""
+def check_untraced(entry: str, **given: object) -> None:
+    """Raises: ValueError for an output, or a source of outputs, that the caller gives to a call that a compiler or a
+    tracer records: a graph would lack what a kernel writes to it."""
     if torch.compiler.is_compiling() or _records():
         for name, value in given.items():
             if value is not None:

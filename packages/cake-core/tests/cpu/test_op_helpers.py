@@ -139,13 +139,15 @@ def restored_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sizes", [(64, 128, 128), (64, 64, 128), (128, 64, 128)])
+@pytest.mark.parametrize(
+    "sizes", [(64, 128, 128), (64, 64, 128), (128, 64, 128), (1, 128, 64), (64, 128, 1), (33, 1, 64), (1, 64, 1)]
+)
 @pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
 def test_a_product_has_its_bits_in_every_batch_and_with_any_number_of_threads(
     transposed: str, sizes: tuple[int, int, int], dtype: torch.dtype, restored_threads: None
 ) -> None:
     """torch.bmm alone fails this in FP64: two matrices on three threads are cut. So does a batch that is filled up by
-    copying transposed matrices into rows."""
+    copying transposed matrices into rows, and one vector on one thread."""
     m, k, n = sizes
     a, b = normal(0, 8, m, k, dtype=dtype), normal(1, 8, k, n, dtype=dtype)
     a = a.mT.contiguous().mT if "a" in transposed else a
