@@ -24,10 +24,10 @@ __all__ = ["KeyGradients", "Operands", "Segments"]
 
 
 class Segments(NamedTuple):
-    """Which rows belong together: segment b has the queries [cu_q[b], cu_q[b + 1]) and the keys [cu_k[b], cu_k[b + 1])."""
+    """Which rows belong together: segment b has queries cu_q[b] to cu_q[b + 1] and keys cu_k[b] to cu_k[b + 1]."""
 
     cu_q: Tensor
-    """[B + 1] int32 on the operands' device, contiguous; from 0 to T_q. On a device nothing has checked the contents."""
+    """[B + 1] int32 on the operands' device, contiguous; from 0 to T_q. Device contents may be unchecked."""
     cu_k: Tensor
     """[B + 1] int32, from 0 to T_k."""
     max_seqlen_k: int | None
@@ -37,10 +37,12 @@ class Segments(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of one call. Row i of a segment with nq queries and nk keys sees its keys j <= i + nk - nq; query head
-    h reads key head h // (H_q // H_kv)."""
+    """The tensors of one call. Row i of a segment with nq queries and nk keys sees its keys j <= i + nk - nq.
 
-    index: int
+    Query head h reads key head h // (H_q // H_kv).
+    """
+
+    device_index: int
     """CUDA device of the operands; -1 elsewhere."""
     q: Tensor
     """[T_q, H_q, D] BF16 (CPU also FP32, FP64): last stride 1, token and head strides positive multiples of 8 elements,
