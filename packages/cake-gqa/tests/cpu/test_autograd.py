@@ -232,7 +232,7 @@ def test_what_is_no_destination_is_refused(name: str) -> None:
     leaves = step.leaves()
     out, _ = step.attend(leaves, dkv_acc=lambda: returned)
     given = {f"{i}": t for i, t in enumerate(tree_leaves(returned)) if isinstance(t, Tensor)}
-    with assert_operands_untouched(given), pytest.raises(ValueError, match=r"varlen_gqa_attention: dkv_acc"):
+    with assert_operands_untouched(given), pytest.raises(ValueError, match=r"varlen_gqa_attention: .*dkv_acc"):
         out.backward(step.dout)
     assert leaves[0].grad is None
 

@@ -82,7 +82,8 @@ class Step:
 
     def backward(self, saved: Mapping[str, Tensor], **options: Any) -> Outputs:
         """The gradients of the functional backward that are there. ``saved``: what ``forward`` returned."""
-        given = {**self.options, **self.destinations(), **options}
+        wanted = options.get("needs", (True, True))
+        given = {**self.options, **(self.destinations() if wanted[1] else {}), **options}
         grads = api.varlen_gqa_attention_bwd(
             self.q, self.k, self.v, saved["out"], saved["lse"], self.dout, self.cu_q, self.cu_k, **given
         )
@@ -114,9 +115,8 @@ class Step:
     def attend(self, leaves: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
         """out and lse of the autograd entry point."""
         given = {**self.options, **options}
-        found = api.varlen_gqa_attention(*leaves, self.cu_q, self.cu_k, return_lse=True, **given)
-        assert isinstance(found, tuple)
-        return found
+        q, k, v = leaves
+        return api.varlen_gqa_attention(q, k, v, self.cu_q, self.cu_k, return_lse=True, **given)
 
     def differentiate(self, **options: Any) -> Outputs:
         """The same as ``run`` from the autograd entry point."""
@@ -140,9 +140,10 @@ class Step:
         dk, dv = (torch.full(self.k.shape, torch.nan, dtype=torch.float32, device=self.k.device) for _ in range(2))
         return dk, dv
 
-    def reference(self) -> Outputs:
-        """Every output of the form in FP64 from the definition."""
-        found = oracle.reference(self.q, self.k, self.v, self.dout, self.cu_q, self.cu_k, softmax_scale=self.scale)
+    def reference(self, stored: Tensor | None = None) -> Outputs:
+        """Every output of the form in FP64 from the definition; ``stored``: of a backward that gets this output."""
+        operands = self.q, self.k, self.v, self.dout, self.cu_q, self.cu_k
+        found = oracle.reference(*operands, softmax_scale=self.scale, stored=stored)
         dk, dv = found.dk, found.dv
         if self.start is not None:
             assert self.row_map is not None
