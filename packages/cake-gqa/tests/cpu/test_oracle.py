@@ -13,6 +13,7 @@ import pytest
 import torch
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
 from cake_core.testing.operands import normal
+from cake_gqa import layouts
 from cake_gqa.testing import budgets, oracle, shapes, steps
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -137,7 +138,7 @@ def test_rows_that_see_no_key_are_exact() -> None:
 @pytest.mark.parametrize("lengths", [((0, 0),), ((0, 5),), ((5, 0),), ((0, 0), (0, 0))])
 def test_without_queries_or_keys(lengths: tuple[tuple[int, int], ...]) -> None:
     step = steps.make_step(lengths, (2, 1), dtype="float64")
-    leaves = q, k, v = step.leaves()
+    q, k, v = step.leaves()
     out, lse = oracle.attention(q, k, v, step.cu_q, step.cu_k)
     found = oracle.reference(q, k, v, step.dout, step.cu_q, step.cu_k)
     assert out.shape == found.out.shape == step.q.shape
@@ -223,6 +224,21 @@ def test_visible_pairs_are_the_scores_that_are_not_masked() -> None:
     for segments in (SEGMENTS, ((5, 9), (9, 5), (1, 1), (0, 4))):
         want = sum(int(oracle._seen(range(nq), nq, nk, torch.device("cpu")).sum()) for nq, nk in segments)
         assert shapes.visible_pairs(segments) == want
+    for name in layouts.BENCHMARKS:
+        assert shapes.visible_pairs(steps.pairs(name)) == layouts.benchmark_layout(name).pairs
+
+
+def test_a_named_layout_has_its_own_segments_and_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_one = layouts.zigzag_layout((50, 31), 2, 1)
+    monkeypatch.setattr(steps, "benchmark_layout", lambda name: {"small": small_one}[name])
+    step = steps.make_step("small", (2, 1), form="add")
+    assert tuple(step.cu_q.tolist()) == small_one.cu_q
+    assert tuple(step.cu_k.tolist()) == small_one.cu_k
+    assert step.row_map is not None
+    assert tuple(step.row_map.tolist()) == small_one.kv_rows
+    assert step.start is not None
+    assert step.start[0].shape[0] >= 81
+    assert step.bound == small_one.max_seqlen_k
 
 
 def test_every_shape_is_one_that_make_step_takes_and_the_op_serves() -> None:

@@ -186,7 +186,11 @@ def _autograd(step: Step, needs: tuple[bool, bool], lse: bool, expanded: bool, r
             return made["dk_acc"], made["dv_acc"], made["row_map"]
         return torch.zeros_like(step.k, dtype=torch.float32), torch.zeros_like(step.v, dtype=torch.float32)
 
-    given: dict[str, Any] = {**step.options, "return_lse": lse, **({} if step.form == "plain" else {"dkv_acc": destinations})}
+    given: dict[str, Any] = {
+        **step.options,
+        "return_lse": lse,
+        **({} if step.form == "plain" else {"dkv_acc": destinations}),
+    }
 
     def call(*t: Tensor) -> Any:
         q, k, v = t

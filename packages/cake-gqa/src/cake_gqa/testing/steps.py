@@ -13,6 +13,7 @@ from cake_core.testing.operands import DTYPES, Source
 from torch import Tensor
 
 from .. import api
+from ..layouts import benchmark_layout
 from . import oracle
 from .budgets import budgets_of
 
@@ -173,8 +174,12 @@ class Step:
         )
 
 
-def pairs(lengths: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
+def pairs(lengths: str | Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
     """Query rows and keys of every segment; a plain number is a document, which has as many of both."""
+    if isinstance(lengths, str):
+        layout = benchmark_layout(lengths)
+        sizes = ([end - start for start, end in pairwise(cu)] for cu in (layout.cu_q, layout.cu_k))
+        return list(zip(*sizes, strict=True))
     return [(n, n) if isinstance(n, int) else n for n in lengths]
 
 
@@ -183,7 +188,7 @@ def offsets(lengths: Sequence[int], device: str | torch.device = "cpu") -> Tenso
 
 
 def make_step(
-    lengths: Sequence[int | tuple[int, int]],
+    lengths: str | Sequence[int | tuple[int, int]],
     heads: tuple[int, int],
     *,
     device: str | torch.device = "cpu",
@@ -199,7 +204,7 @@ def make_step(
     """Normal operands of these segments.
 
     Args:
-        lengths: (query rows, keys) of every segment; a plain number is both.
+        lengths: (query rows, keys) of every segment; a plain number is both. A name: of ``layouts.BENCHMARKS``.
         heads: query heads and key heads.
         dtype: of q, k, v and dout.
         form: one of ``FORMS``.
@@ -207,8 +212,8 @@ def make_step(
         uneven: q and k have channels of very different sizes, 0.1 to 30, and a large common mean; their scores are
             brought back to about one.
         view: how q, k and v lie in memory, a key of ``VIEWS``.
-        row_map: of the add form; None: the last third of the keys goes where the first third goes, and there are two
-            rows that nobody names. Destinations begin with zeros.
+        row_map: of the add form; None: a layout's own, else the last third of the keys goes where the first third
+            goes, and there are two rows that nobody names. Destinations begin with zeros.
     """
     segments = pairs(lengths)
     total_q, total_k = (sum(each) for each in zip(*segments, strict=True))
@@ -223,8 +228,11 @@ def make_step(
     q *= std
     map_, start = None, None
     if form == "add":
-        kept = total_k - total_k // 3
-        listed = [j % kept for j in range(total_k)] if row_map is None else row_map
+        listed = row_map
+        if listed is None:
+            kept = total_k - total_k // 3
+            circle = [j % kept for j in range(total_k)]
+            listed = benchmark_layout(lengths).kv_rows if isinstance(lengths, str) else circle
         map_ = torch.tensor(listed, dtype=torch.int32).to(device)
         shape = (max(listed, default=-1) + 3, heads_kv, _WIDTH)
         start = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
