@@ -119,7 +119,7 @@ def malformed() -> dict[str, tuple[str, str, Any]]:
         "int64, q": ("cu_seqlens_q", r"int64", torch.tensor([0, 70, 70, 100, 109])),
         "int16, k": ("cu_seqlens_k", r"int16", torch.tensor([0, 70, 75, 165, 169], dtype=torch.int16)),
         "float, q": ("cu_seqlens_q", r"float32", torch.tensor([0.0, 70, 70, 100, 109])),
-        "two dimensions, q": ("cu_seqlens_q", r"\[1, 5\]", torch.tensor([[0, 70, 70, 100, 109]], dtype=I32)),
+        "two dimensions, q": ("cu_seqlens_q", r"\(1, 5\)", torch.tensor([[0, 70, 70, 100, 109]], dtype=I32)),
         "strided, k": ("cu_seqlens_k", r"", torch.tensor([0, 9, 70, 9, 75, 9, 165, 9, 169, 9], dtype=I32)[::2]),
         "one entry, q": ("cu_seqlens_q", r"", torch.tensor([0], dtype=I32)),
         "no entry, k": ("cu_seqlens_k", r"", torch.tensor([], dtype=I32)),

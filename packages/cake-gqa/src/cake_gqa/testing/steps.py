@@ -228,13 +228,15 @@ def make_step(
     q *= std
     map_, start = None, None
     if form == "add":
-        listed = row_map
-        if listed is None:
+        if isinstance(lengths, str):
+            layout = benchmark_layout(lengths)
+            listed, rows = layout.kv_rows, layout.kv_total
+        else:
             kept = total_k - total_k // 3
-            circle = [j % kept for j in range(total_k)]
-            listed = benchmark_layout(lengths).kv_rows if isinstance(lengths, str) else circle
+            listed = [j % kept for j in range(total_k)] if row_map is None else row_map
+            rows = max(listed, default=-1) + 3
         map_ = torch.tensor(listed, dtype=torch.int32).to(device)
-        shape = (max(listed, default=-1) + 3, heads_kv, _WIDTH)
+        shape = (rows, heads_kv, _WIDTH)
         start = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
     q, k, v = (VIEWS[view](t.to(narrow)) for t in (q, k, v))
     cu_q, cu_k = (offsets(each, device) for each in zip(*segments, strict=True))
