@@ -27,6 +27,22 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float low, float high) {
   return packed;
 }
 
+// cvt.rn.f16x2.f32: the same in FP16, which has three more bits and ends at 65504.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16 of the two halves, exact.
+__device__ __forceinline__ float2 cvt_f32_f16x2(uint32_t packed) {
+  float2 wide;
+  asm("{\n .reg .f16 low, high;\n mov.b32 {low, high}, %2;\n cvt.f32.f16 %0, low;\n cvt.f32.f16 %1, high;\n}"
+      : "=f"(wide.x), "=f"(wide.y)
+      : "r"(packed));
+  return wide;
+}
+
 // bar.sync id, threads: named barrier of `threads` threads (a multiple of 32, whole warps). Every one of them has to
 // arrive; what they wrote to shared memory before is visible to all of them after. Barrier 0 is __syncthreads.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
