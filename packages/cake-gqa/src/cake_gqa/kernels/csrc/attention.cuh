@@ -62,10 +62,11 @@ __device__ __forceinline__ void load_tile(char* tile, const TensorMap& map, int 
 // and a product that sums over rows would take it in, times 0 as it may be. A barrier has to follow.
 template <int kRows, int kCount>
 __device__ __forceinline__ void clear_tail(char* tile, int from, int thread) {
-  const int pieces = (kRows - from) * (kTileRowBytes / 16);  // of a panel
-  for (int i = thread; i < kPanels * pieces; i += kCount) {
-    char* row = tile + i / pieces * panel_bytes(kRows) + from * kTileRowBytes;
-    *reinterpret_cast<uint4*>(row + i % pieces * 16) = make_uint4(0, 0, 0, 0);
+  for (int i = from * (kTileRowBytes / 16) + thread; i < kRows * (kTileRowBytes / 16); i += kCount) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      reinterpret_cast<uint4*>(tile + panel * panel_bytes(kRows))[i] = make_uint4(0, 0, 0, 0);
+    }
   }
   ptx::fence_proxy_async();
 }
@@ -143,9 +144,11 @@ __device__ __forceinline__ void store_fp32(const float (&d)[2][64], float by, ch
 
 // By `threads` threads: zeros in `rows` rows of `bytes` in memory.
 __device__ __forceinline__ void store_zeros(char* to, int64_t row_bytes, int rows, int bytes, int thread, int threads) {
-  const int pieces = bytes / 16;
-  for (int i = thread; i < rows * pieces; i += threads) {
-    *reinterpret_cast<uint4*>(to + i / pieces * row_bytes + i % pieces * 16) = make_uint4(0, 0, 0, 0);
+  const int lane = thread % 32;
+  for (int row = thread / 32; row < rows; row += threads / 32) {
+    for (int at = 16 * lane; at < bytes; at += 16 * 32) {
+      *reinterpret_cast<uint4*>(to + row * row_bytes + at) = make_uint4(0, 0, 0, 0);
+    }
   }
 }
 

@@ -132,13 +132,19 @@ struct Walk {
   int block;                  // that is next, counted over all tiles
 };
 
-// S of the next block beside P v of the one before.
+__device__ __forceinline__ void wait_for_keys(Shared& shared, int block) {
+  const Turn<kStages> at(block);
+  ptx::mbarrier_wait(&shared.k_full[at.stage], at.parity);
+}
+
+// S of the next block, whose keys are there, beside P v of the one before. `more`: a block follows. Its keys are waited
+// for where the exponentials end, which keeps ptxas from moving these behind the wait for P v.
 template <bool kMasked>
-__device__ __forceinline__ void step(Shared& shared, Walk& walk, const char* q, float scale_log2, int limit) {
+__device__ __forceinline__ void step(Shared& shared, Walk& walk, const char* q, float scale_log2, int limit,
+                                     bool more) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Turn<kStages> next(walk.block), before(walk.block - 1);
   float s[kKeys / 2];
-  ptx::mbarrier_wait(&shared.k_full[next.stage], next.parity);
   ptx::wgmma_fence();
   multiply_rows<kQueryTile, kKeys>(s, q, shared.k[next.stage]);
   ptx::wgmma_commit();
@@ -150,12 +156,14 @@ __device__ __forceinline__ void step(Shared& shared, Walk& walk, const char* q, 
   ptx::settle(s);
   if (lane == 0) ptx::mbarrier_arrive(&shared.k_empty[next.stage]);
   exponentiate<kMasked>(s, walk.rows, scale_log2, limit);
+  ptx::have(s);
+  ++walk.block;
+  if (more) wait_for_keys(shared, walk.block);
   ptx::wgmma_wait<0>();
   settle(walk.o);
   if (lane == 0) ptx::mbarrier_arrive(&shared.v_empty[before.stage]);
   rescale(walk.o, walk.rows);
   operands(s, walk.a);
-  ++walk.block;
 }
 
 __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warpgroup) {
@@ -169,8 +177,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warp
   for (int turn = 0;; ++turn) {
     const Turn<2> at(turn);
     ptx::mbarrier_wait(&shared.tile_full[at.stage], at.parity);
-    const QueryTile tile = shared.tiles[at.stage];
-    arrive_warp(&shared.tile_empty[at.stage]);
+    const QueryTile& tile = shared.tiles[at.stage];  // read where it is needed: registers are short
     const int tile_rows = uniform(tile.rows), blocks = uniform(tile.blocks(kKeys));
     if (tile_rows == 0) return;
     const int rows = tile_rows - 64 * warpgroup;  // of the warpgroup, also none
@@ -180,6 +187,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warp
     if (blocks == 0) {
       store_zeros(out, p.row_bytes, rows, 2 * kHeadDim, thread, kWarpgroup);
       if (thread < rows) lse[thread] = minus_infinity();
+      arrive_warp(&shared.tile_empty[at.stage]);
       continue;
     }
 
@@ -193,7 +201,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warp
       float s[kKeys / 2];
       ptx::mbarrier_wait(&shared.q_full, loaded % 2);
       ++loaded;
-      ptx::mbarrier_wait(&shared.k_full[first.stage], first.parity);
+      wait_for_keys(shared, walk.block);
       ptx::wgmma_fence();
       multiply_rows<kQueryTile, kKeys>(s, q, shared.k[first.stage]);
       ptx::wgmma_commit();
@@ -211,9 +219,10 @@ __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warp
         ptx::bar_sync(kMathBarrier, kMathThreads);
       }
       ++walk.block;
+      if (blocks > 1) wait_for_keys(shared, walk.block);
     }
-    for (--i; i >= clear_blocks; --i) step<true>(shared, walk, q, scale_log2, limit(i));
-    for (; i >= 0; --i) step<false>(shared, walk, q, scale_log2, 0);
+    for (--i; i >= clear_blocks; --i) step<true>(shared, walk, q, scale_log2, limit(i), i > 0);
+    for (; i >= 0; --i) step<false>(shared, walk, q, scale_log2, 0, i > 0);
     {
       const Turn<kStages> last(walk.block - 1);
       ptx::mbarrier_wait(&shared.v_full[last.stage], last.parity);
@@ -239,6 +248,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warp
     store_bf16<kQueryTile>(q, walk.o, by[0], by[1], out, p.row_bytes, rows);
     ptx::fence_proxy_async();
     arrive_warp(&shared.q_empty);
+    arrive_warp(&shared.tile_empty[at.stage]);
   }
 }
 

@@ -222,6 +222,14 @@ __device__ __forceinline__ void wait_for_the_kernel_before() {
 // of its operands at once, into registers that it does not have.
 __device__ __forceinline__ void hold_memory() { asm volatile("" ::: "memory"); }
 
+// No instruction: these values are computed before this point. The compiler would rather compute them behind a wait that
+// they need not wait for.
+template <int N>
+__device__ __forceinline__ void have(float (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(v[i]));
+}
+
 // No instruction: the compiler forgets what it knows about these registers. Values derived from them before this
 // point are computed again after it instead of being kept alive, which trades arithmetic for registers.
 __device__ __forceinline__ void forget(int& v) { asm volatile("" : "+r"(v)); }
