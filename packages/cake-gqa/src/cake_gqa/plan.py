@@ -8,11 +8,23 @@ from __future__ import annotations
 
 from cake_core.errors import check_int, check_str, message
 from cake_core.intmath import ceil_div
+from cake_core.served import one_of
 
 from .op import CUDA_ARCHES, HEAD_DIM, check_heads
 
-__all__ = ["bwd_scratch_bytes", "plan_bytes", "sort_bytes", "stats_bytes", "stats_rows", "window_bytes", "window_heads"]
+__all__ = [
+    "MAX_TOKENS",
+    "bwd_scratch_bytes",
+    "plan_bytes",
+    "sort_bytes",
+    "stats_bytes",
+    "stats_rows",
+    "window_bytes",
+    "window_heads",
+]
 
+MAX_TOKENS = 2**31 - 1 - 256
+"""A kernel looks up to two tiles past the last row in 32 bits."""
 STATS_TILE = 64
 """Rows of statistics that one tile reads."""
 MAX_WINDOW_BYTES = 2**31
@@ -46,22 +58,18 @@ def bwd_scratch_bytes(
         NotImplementedError: an architecture without kernels.
     """
     entry = "bwd_scratch_bytes"
-    for name, value in (("total_q", total_q), ("total_k", total_k)):
+    rows = {"total_q": total_q, "total_k": total_k, "num_segments": num_segments}
+    for name, value in {**rows, "num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv}.items():
         check_int(value, name, entry=entry)
-    for name, value in (("num_heads_q", num_heads_q), ("num_heads_kv", num_heads_kv)):
-        check_int(value, name, entry=entry)
-    check_int(num_segments, "num_segments", entry=entry)
-    check_str(variant, "variant", entry=entry, choices=("det", "fast"))
     check_str(arch, "arch", entry=entry)
-    if not isinstance(row_map, bool):
-        raise TypeError(message(entry, "row_map", f"{row_map!r} ({type(row_map).__name__})", "True or False"))
-    for name, value, minimum in (("total_q", total_q, 0), ("total_k", total_k, 0), ("num_segments", num_segments, 1)):
-        check_int(value, name, entry=entry, minimum=minimum)
+    check_str(variant, "variant", entry=entry, choices=("det", "fast"))
+    for name, value in rows.items():
+        check_int(value, name, entry=entry, minimum=int(name == "num_segments"))
     check_heads(num_heads_q, num_heads_kv, "num_heads_q", "num_heads_kv", entry=entry)
     if arch == "cpu":
         return 0
     if arch not in CUDA_ARCHES:
-        raise NotImplementedError(message(entry, "arch", repr(arch), " or ".join(map(repr, ("cpu", *CUDA_ARCHES)))))
+        raise NotImplementedError(message(entry, "arch", repr(arch), one_of(("'cpu'", *map(repr, CUDA_ARCHES)))))
     if not total_q or not total_k:
         return 0
     total = plan_bytes(num_segments) + stats_bytes(total_q, num_heads_q, num_segments)

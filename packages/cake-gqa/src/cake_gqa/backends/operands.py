@@ -42,7 +42,7 @@ class Operands(NamedTuple):
     Query head h reads key head h // (H_q // H_kv).
     """
 
-    index: int
+    device_index: int
     """CUDA device of the operands; -1 elsewhere."""
     q: Tensor
     """[T_q, H_q, D] BF16 (CPU also FP32, FP64): last stride 1, token and head strides positive multiples of 8 elements,
