@@ -22,8 +22,7 @@ inline constexpr int kPanels = kHeadDim / kTileColumns;
 inline constexpr int kSteps = kHeadDim / 16;  // of a product over the columns
 inline constexpr int kMathThreads = 2 * kWarpgroup, kThreads = 3 * kWarpgroup;
 inline constexpr int kMathWarps = kMathThreads / 32;
-inline constexpr int kMathRegisters = 240, kFetchRegisters = 24;  // of a thread; 504 of three warpgroups
-inline constexpr int kMathBarrier = 1, kGroupBarrier = 2;         // named; the second + number of the warpgroup
+inline constexpr int kMathBarrier = 1, kGroupBarrier = 2;  // named; the second + number of the warpgroup
 inline constexpr float kLog2E = 1.4426950408889634f;
 
 constexpr int panel_bytes(int rows) { return rows * kTileRowBytes; }

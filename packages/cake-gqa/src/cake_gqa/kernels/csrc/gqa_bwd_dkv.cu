@@ -33,6 +33,7 @@ namespace {
 
 constexpr int kQueries = kStatsTile;  // of a tile
 constexpr int kStages = 2;
+constexpr int kMathRegisters = 232, kFetchRegisters = 40;  // of a thread; 504 of three warpgroups
 constexpr int kStatsBytes = kQueries * 4;
 
 struct Params {
@@ -67,11 +68,7 @@ __device__ __forceinline__ void fetch(const Params& p, Shared& shared) {
     if (tile.keys == 0) return;
     const int first = tile.first_tile(), tiles = tile.tiles(), head = p.p.first_head + tile.head;
     if (first >= tiles) continue;
-    ptx::mbarrier_wait(&shared.k_empty, (loaded + 1) % 2);
-    load_tile<kKeyTile>(shared.k, p.k, tile.first_k, head, &shared.k_full);
-    ptx::mbarrier_wait(&shared.v_empty, (loaded + 1) % 2);
-    load_tile<kKeyTile>(shared.v, p.v, tile.first_k, head, &shared.v_full);
-    ++loaded;
+    bool keys = false;  // behind the first queries, which have a place before the tile before has left
     for (int query_head = head * p.group; query_head < (head + 1) * p.group; ++query_head) {
       const float* const lse_log2 = p.p.stats + query_head * stats + tile.stats;
       const float* const dots = lse_log2 + p.query_heads * stats;
@@ -84,6 +81,13 @@ __device__ __forceinline__ void fetch(const Params& p, Shared& shared) {
         ptx::mbarrier_wait(&shared.dout_empty[to.stage], 1 - to.parity);
         load_tile<kQueries>(shared.dout[to.stage], p.dout, row, query_head, &shared.dout_full[to.stage]);
         ptx::bulk_load(shared.dots[to.stage], dots + i * kQueries, kStatsBytes, &shared.dout_full[to.stage]);
+        if (keys) continue;
+        ptx::mbarrier_wait(&shared.k_empty, (loaded + 1) % 2);
+        load_tile<kKeyTile>(shared.k, p.k, tile.first_k, head, &shared.k_full);
+        ptx::mbarrier_wait(&shared.v_empty, (loaded + 1) % 2);
+        load_tile<kKeyTile>(shared.v, p.v, tile.first_k, head, &shared.v_full);
+        ++loaded;
+        keys = true;
       }
     }
   }

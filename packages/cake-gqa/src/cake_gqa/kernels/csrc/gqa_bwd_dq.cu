@@ -27,6 +27,7 @@ namespace {
 
 constexpr int kKeys = 64;  // of a block
 constexpr int kStages = 2;
+constexpr int kMathRegisters = 240, kFetchRegisters = 24;  // of a thread; 504 of three warpgroups
 
 struct Params {
   QueryGradient p;
@@ -122,8 +123,9 @@ __device__ __forceinline__ void clear_keys(Shared& shared, int block, int keys, 
 // S and dP of the next block, whose keys are there, beside dQ of the one before. The exponentials end where v is waited
 // for, which keeps ptxas from moving them behind the wait for dQ.
 template <bool kMasked>
-__device__ __forceinline__ void step(Shared& shared, Walk& walk, const char* q, const char* dout, float scale_log2,
-                                     int limit) {
+__device__ __forceinline__ void step(Shared& shared, Walk& walk, int rows, float scale_log2, int limit) {
+  ptx::forget(rows);  // or ptxas keeps what is derived from it for every product of the loop, in memory
+  const char *const q = shared.q + rows, *const dout = shared.dout + rows;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Turn<kStages> next(walk.block), before(walk.block - 1);
   float s[kKeys / 2], dp[kKeys / 2];
@@ -154,8 +156,9 @@ __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int w
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int math_thread = thread + kWarpgroup * warpgroup;
   const float scale_log2 = __fmul_rn(p.p.scale, kLog2E);
-  char* const q = shared.q + warpgroup * 64 * kTileRowBytes;
-  const char* const dout = shared.dout + warpgroup * 64 * kTileRowBytes;
+  const int own_rows = warpgroup * 64 * kTileRowBytes;  // bytes from the first row of a tile
+  char* const q = shared.q + own_rows;
+  const char* const dout = shared.dout + own_rows;
   const int row = 16 * warp + lane / 4;  // of the warpgroup; the other one is 8 below
   const int64_t stats = stats_rows(p.p.segments.rows_q, p.p.segments.count);
   Walk walk;
@@ -212,12 +215,12 @@ __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int w
     int i = 1;
     for (; i < blocks && i < clear_blocks; ++i) {
       wait_for_keys(shared, walk.block);
-      step<false>(shared, walk, q, dout, scale_log2, 0);
+      step<false>(shared, walk, own_rows, scale_log2, 0);
     }
     for (; i < blocks; ++i) {
       wait_for_keys(shared, walk.block);
       clear_keys(shared, walk.block, keys - i * kKeys, math_thread);
-      step<true>(shared, walk, q, dout, scale_log2, limit(i));
+      step<true>(shared, walk, own_rows, scale_log2, limit(i));
     }
     {
       const Turn<kStages> last(walk.block - 1);
