@@ -81,7 +81,7 @@ def bwd_scratch_bytes(
 
 
 def plan_bytes(segments: int) -> int:
-    """The table of a call: 3 int32 a segment (order, two prefixes) and 16 more (tickets, totals), in whole 256 bytes."""
+    """The table of a call: 16 int32 (tickets, totals) and 3 a segment (order, two prefixes), in whole 256 bytes."""
     return 256 * ceil_div(4 * (3 * segments + 16), 256)
 
 

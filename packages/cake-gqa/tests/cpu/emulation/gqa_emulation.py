@@ -1,4 +1,4 @@
-"""The Hopper kernels of ``gqa`` lane by lane on the CPU: compiled, and one call each with results in poisoned memory."""
+"""The Hopper kernels of ``gqa`` lane by lane on the CPU: one call each, with results in poisoned memory."""
 
 from __future__ import annotations
 
@@ -88,6 +88,13 @@ class Kernels:
         self.programs["gqa_bwd_dkv"].run(None, None, raw, *self._operands(step, stats), first, heads, first)
         assert_guards(raw, "window")
         return raw.view(FP32).view(2, step.k.shape[0], heads, WIDTH)
+
+    def add(self, step: Step, dk: Tensor, dv: Tensor, window: Tensor, links: Tensor, first: int = 0) -> None:
+        """``window`` of ``windows`` to the mapped rows of dk and dv [N, H_kv, 256], in place."""
+        raw, (heads,) = window.flatten().view(torch.uint8), window.shape[2:3]
+        operands = (raw, links, step.row_map, step.cu_q, step.cu_k, step.q.shape[0], first, heads)
+        self.programs["gqa_rowmap_add"].run(dk, dv, *operands)
+        assert_guards(links, "links")
 
     def step(self, step: Step) -> dict[str, Tensor]:
         """Forward and backward with BF16 gradients."""

@@ -68,7 +68,6 @@ __device__ __forceinline__ void fetch(const Params& p, Shared& shared) {
     if (tile.keys == 0) return;
     const int first = tile.first_tile(), tiles = tile.tiles(), head = p.p.first_head + tile.head;
     if (first >= tiles) continue;
-    bool keys = false;  // behind the first queries, which have a place before the tile before has left
     for (int query_head = head * p.group; query_head < (head + 1) * p.group; ++query_head) {
       const float* const lse_log2 = p.p.stats + query_head * stats + tile.stats;
       const float* const dots = lse_log2 + p.query_heads * stats;
@@ -81,13 +80,13 @@ __device__ __forceinline__ void fetch(const Params& p, Shared& shared) {
         ptx::mbarrier_wait(&shared.dout_empty[to.stage], 1 - to.parity);
         load_tile<kQueries>(shared.dout[to.stage], p.dout, row, query_head, &shared.dout_full[to.stage]);
         ptx::bulk_load(shared.dots[to.stage], dots + i * kQueries, kStatsBytes, &shared.dout_full[to.stage]);
-        if (keys) continue;
+        if (i > first || query_head > head * p.group) continue;
+        // Behind the first queries, which have a place before the tile before has left.
         ptx::mbarrier_wait(&shared.k_empty, (loaded + 1) % 2);
         load_tile<kKeyTile>(shared.k, p.k, tile.first_k, head, &shared.k_full);
         ptx::mbarrier_wait(&shared.v_empty, (loaded + 1) % 2);
         load_tile<kKeyTile>(shared.v, p.v, tile.first_k, head, &shared.v_full);
         ++loaded;
-        keys = true;
       }
     }
   }
