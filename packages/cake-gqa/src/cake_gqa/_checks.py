@@ -47,6 +47,7 @@ __all__ = [
     "check_source",
     "fits",
     "key_gradients",
+    "readable",
 ]
 
 _ALIGN_ELEMENTS, _ALIGN_BYTES = 8, 16
@@ -71,10 +72,9 @@ class Checked(NamedTuple):
 def check_bound(max_seqlen_k: Any, *, entry: str) -> int:
     """Raises: TypeError for anything but a host int, a tensor too: reading it would wait; ValueError below 0."""
     if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int):
-        got = type(max_seqlen_k).__name__ if isinstance(max_seqlen_k, Tensor) else repr(max_seqlen_k)
-        got = f"{got} ({type(max_seqlen_k).__name__})"
-        remedy = "of a tensor take .item() once, outside of the step"
-        raise TypeError(message(entry, "max_seqlen_k", got, "a host int", remedy))
+        kind = type(max_seqlen_k).__name__
+        got = f"a {kind}" if isinstance(max_seqlen_k, Tensor) else f"{max_seqlen_k!r} ({kind})"  # no repr: it may wait
+        raise TypeError(message(entry, "max_seqlen_k", got, "a host int", "take .item() once, outside of the step"))
     if max_seqlen_k < 0:
         raise ValueError(message(entry, "max_seqlen_k", max_seqlen_k, "at least 0"))
     return max_seqlen_k
@@ -238,6 +238,11 @@ def fits(value: Tensor, *, expanded: bool = False) -> bool:
         if ((stride == 0 and not expanded) or stride % _ALIGN_ELEMENTS) and size > 1:
             return False
     return _aligned(value)
+
+
+def readable(value: Tensor) -> Tensor:
+    """``value``, or a dense copy of it that fits."""
+    return value if fits(value) else value.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(value: Tensor) -> bool:

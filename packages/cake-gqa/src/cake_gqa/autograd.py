@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
 
 from . import backends
-from ._checks import Checked, check_contents, check_outputs, check_row_map, fits, key_gradients
+from ._checks import Checked, check_contents, check_outputs, check_row_map, key_gradients, readable
 from .backends.operands import KeyGradients, Operands, Segments
 
 __all__ = ["Call", "DkvAccSource", "VarlenGqaFunction", "apply"]
@@ -83,8 +83,7 @@ def _backward(
     x = Operands(
         call.checked.device_index, q, k, v, Segments(cu_q, cu_k, call.max_seqlen_k, call.host), call.scale, variant
     )
-    if not fits(dout):  # autograd makes such gradients, out.sum() one with strides of 0
-        dout = dout.contiguous()
+    dout = readable(dout)  # out.sum() makes one with strides of 0
     keys = dq = None
     if call.source is not None:
         keys = _destinations(call, x, out, lse, dout)

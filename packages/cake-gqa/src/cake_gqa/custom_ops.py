@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._calls import run_backward, run_forward
-from ._checks import fits
+from ._checks import readable
 
 __all__ = ["forward", "functional_backward", "functional_forward"]
 
@@ -54,9 +54,8 @@ def _backward(
     need_q: bool,
     need_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dout = dout if fits(dout) else dout.contiguous()
     grads = run_backward(
-        _ENTRY, q, k, v, out, lse, dout, cu_seqlens_q, cu_seqlens_k,
+        _ENTRY, q, k, v, out, lse, readable(dout), cu_seqlens_q, cu_seqlens_k,
         max_seqlen_k=max_seqlen_k, scale=scale, check=check, variant=variant, needs=(need_q, need_kv),
         dkv_dtype=dkv_dtype,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
 from cake_core.testing.operands import normal
+from cake_gqa import layouts
 from cake_gqa.testing import budgets, oracle, shapes, steps
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,8 +87,8 @@ def test_the_definition_is_the_formula(heads: tuple[int, int], scale: float | No
 
 def test_the_gradients_are_complex_step_derivatives_of_the_formula() -> None:
     """Every element of q, k and v, one at a time, through the plain Python loops."""
-    operands = small(heads_q=2, heads_kv=1)
-    found = oracle.reference(*operands, CU_Q, CU_K)
+    q, k, v, dout = operands = small(heads_q=2, heads_kv=1)
+    found = oracle.reference(q, k, v, dout, CU_Q, CU_K)
     lists = [x.tolist() for x in operands]
     for index, name in enumerate(oracle.GRADIENTS):
         for i in range(operands[index].shape[0]):
@@ -105,10 +106,10 @@ def test_the_gradients_written_out_are_autograds(scores: int, monkeypatch: pytes
     """At the width of the op; one query row at a time, a few, all of a segment."""
     monkeypatch.setitem(oracle._SCORES, "cpu", scores)
     step = steps.make_step(((0, 0), (1, 1), (5, 3), (3, 5), (65, 129), (0, 7), (7, 0)), (6, 2), dtype="float64")
-    leaves = [t.requires_grad_() for t in (step.q, step.k, step.v)]
-    out, lse = oracle.attention(*leaves, step.cu_q, step.cu_k)
+    leaves = q, k, v = step.leaves()
+    out, lse = oracle.attention(q, k, v, step.cu_q, step.cu_k)
     grads = torch.autograd.grad(out, leaves, step.dout)
-    found = oracle.reference(*leaves, step.dout, step.cu_q, step.cu_k)
+    found = oracle.reference(q, k, v, step.dout, step.cu_q, step.cu_k)
     for name, got in zip(oracle.GRADIENTS, grads, strict=True):
         assert_rel_rms(found[name], got, 1e-14, name)
     assert_rel_rms(found.out, out.detach(), 1e-14, "out")
@@ -137,9 +138,9 @@ def test_rows_that_see_no_key_are_exact() -> None:
 @pytest.mark.parametrize("lengths", [((0, 0),), ((0, 5),), ((5, 0),), ((0, 0), (0, 0))])
 def test_without_queries_or_keys(lengths: tuple[tuple[int, int], ...]) -> None:
     step = steps.make_step(lengths, (2, 1), dtype="float64")
-    leaves = [t.requires_grad_() for t in (step.q, step.k, step.v)]
-    out, lse = oracle.attention(*leaves, step.cu_q, step.cu_k)
-    found = oracle.reference(*leaves, step.dout, step.cu_q, step.cu_k)
+    q, k, v = step.leaves()
+    out, lse = oracle.attention(q, k, v, step.cu_q, step.cu_k)
+    found = oracle.reference(q, k, v, step.dout, step.cu_q, step.cu_k)
     assert out.shape == found.out.shape == step.q.shape
     assert lse.shape == found.lse.shape == (2, step.q.shape[0])
     assert bool((found.lse == -torch.inf).all())
@@ -147,6 +148,25 @@ def test_without_queries_or_keys(lengths: tuple[tuple[int, int], ...]) -> None:
         assert got.shape == like.shape
         assert not got.any()
     assert not out.any()
+
+
+def test_the_gradients_of_another_stored_output() -> None:
+    """dP - dout . (out + d): dq changes by -s (dout . d) sum_j P k_j, dk by -s sum_i P q_i (dout_i . d_i)."""
+    step = steps.make_step(((5, 3), (40, 60), (0, 4)), (4, 2), dtype="float64")
+    operands = step.q, step.k, step.v, step.dout, step.cu_q, step.cu_k
+    plain_ = oracle.reference(*operands)
+    same = oracle.reference(*operands, stored=plain_.out)
+    d = normal(5, *step.q.shape, dtype=F64, scale=0.01)
+    other = oracle.reference(*operands, stored=plain_.out + d)
+    change = (step.dout * d).sum(-1, keepdim=True)
+    average, _ = oracle.attention(step.q, step.k, step.k, step.cu_q, step.cu_k)
+    weighted = oracle.reference(step.q, step.k, step.v, change * step.q, step.cu_q, step.cu_k).dv
+    for name in ("out", "lse", "dv"):
+        assert_same_bits(other[name], plain_[name], name)
+    for name in ("dq", "dk"):
+        assert_rel_rms(same[name], plain_[name], 1e-14, name)
+    assert_rel_rms(other.dq, plain_.dq - change * average / 16, 1e-13, "dq")
+    assert_rel_rms(other.dk, plain_.dk - weighted / 16, 1e-13, "dk")
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -204,6 +224,21 @@ def test_visible_pairs_are_the_scores_that_are_not_masked() -> None:
     for segments in (SEGMENTS, ((5, 9), (9, 5), (1, 1), (0, 4))):
         want = sum(int(oracle._seen(range(nq), nq, nk, torch.device("cpu")).sum()) for nq, nk in segments)
         assert shapes.visible_pairs(segments) == want
+    for name in layouts.BENCHMARKS:
+        assert shapes.visible_pairs(steps.pairs(name)) == layouts.benchmark_layout(name).pairs
+
+
+def test_a_named_layout_has_its_own_segments_and_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_one = layouts.zigzag_layout((50, 31), 2, 1)
+    monkeypatch.setattr(steps, "benchmark_layout", lambda name: {"small": small_one}[name])
+    step = steps.make_step("small", (2, 1), form="add")
+    assert tuple(step.cu_q.tolist()) == small_one.cu_q
+    assert tuple(step.cu_k.tolist()) == small_one.cu_k
+    assert step.row_map is not None
+    assert tuple(step.row_map.tolist()) == small_one.kv_rows
+    assert step.start is not None
+    assert step.start[0].shape[0] == small_one.kv_total == 81
+    assert step.bound == small_one.max_seqlen_k
 
 
 def test_every_shape_is_one_that_make_step_takes_and_the_op_serves() -> None:

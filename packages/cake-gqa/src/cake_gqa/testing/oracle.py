@@ -101,8 +101,14 @@ def reference(
     cu_seqlens_k: Tensor | Sequence[int],
     *,
     softmax_scale: float | None = None,
+    stored: Tensor | None = None,
 ) -> Reference:
-    """Outputs and gradients on the operands' device; memory beside them is a few blocks of scores."""
+    """Outputs and gradients on the operands' device; memory beside them is a few blocks of scores.
+
+    Args:
+        stored: [T_q, H_q, D], the output as a backward finds it. dS is then P_ij (dP_ij - dout_i . stored_i), which is
+            the same for the exact output; a rounded one is part of what the backward is given, and so no error of it.
+    """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     group = q.shape[1] // k.shape[1]
     out, dq = (torch.zeros(q.shape, dtype=torch.float64, device=q.device) for _ in range(2))
@@ -127,7 +133,11 @@ def reference(
                 out[own, heads] = (P @ vc[:last]).transpose(0, 1)
                 lse[heads, own] = lse_rows.masked_fill(keyless, -torch.inf)
                 dP = doh @ vc[:last].mT
-                dS = P * (dP - (P * dP).sum(-1, keepdim=True))
+                if stored is None:
+                    D = (P * dP).sum(-1, keepdim=True)
+                else:
+                    D = (doh * stored[own, heads].double().transpose(0, 1)).sum(-1, keepdim=True)
+                dS = P * (dP - D)
                 dq[own, heads] = scale * (dS @ kc[:last]).transpose(0, 1)
                 first = keys.start
                 dv[first : first + last, c] += P.flatten(0, 1).mT @ doh.flatten(0, 1)

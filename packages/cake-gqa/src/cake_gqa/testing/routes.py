@@ -186,10 +186,15 @@ def _autograd(step: Step, needs: tuple[bool, bool], lse: bool, expanded: bool, r
             return made["dk_acc"], made["dv_acc"], made["row_map"]
         return torch.zeros_like(step.k, dtype=torch.float32), torch.zeros_like(step.v, dtype=torch.float32)
 
-    given = {**step.options, "return_lse": lse, **({} if step.form == "plain" else {"dkv_acc": destinations})}
+    given: dict[str, Any] = {
+        **step.options,
+        "return_lse": lse,
+        **({} if step.form == "plain" else {"dkv_acc": destinations}),
+    }
 
     def call(*t: Tensor) -> Any:
-        return api.varlen_gqa_attention(*t, step.cu_q, step.cu_k, **given)
+        q, k, v = t
+        return api.varlen_gqa_attention(q, k, v, step.cu_q, step.cu_k, **given)
 
     found = checkpoint(call, *leaves, **_RECOMPUTE) if recompute else call(*leaves)
     out = found[0] if lse else found

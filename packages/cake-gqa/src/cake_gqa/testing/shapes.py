@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["EDGES", "HEADS", "PACKS", "VERIFY", "visible_pairs"]
+from .. import layouts
+
+__all__ = ["BENCH", "EDGES", "HEADS", "PACKS", "VERIFY", "visible_pairs"]
 
 HEADS: Mapping[str, tuple[int, int]] = {
     "qwen3next": (16, 2),
@@ -49,11 +51,17 @@ VERIFY: Mapping[str, Mapping[str, Any]] = {
     "other-scale": {"lengths": (600, 20), "heads": (2, 1), "scale": 0.07},
 }
 
+BENCH: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"lengths": name, "heads": (24, 4), "form": "add"} for name in layouts.BENCHMARKS},
+    **{
+        name: {"lengths": lengths, "heads": (heads_q, heads_kv)}
+        for name, (heads_q, heads_kv, lengths) in layouts.PACKS.items()
+    },
+}
+"""Ranks of context parallelism, whose gradients of gathered keys are added up in FP32; packed batches."""
+
 
 def visible_pairs(segments: Sequence[tuple[int, int]]) -> int:
     """Scores that are not masked: sum over segments of (query row, key it sees), of one head."""
     # Row i sees i + 1 + nk - nq keys where that is positive.
     return sum(nq * nk - nq * (nq - 1) // 2 if nk >= nq else nk * (nk + 1) // 2 for nq, nk in segments)
-
-
-BENCH: Mapping[str, Mapping[str, Any]] = {}

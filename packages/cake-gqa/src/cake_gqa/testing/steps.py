@@ -13,6 +13,7 @@ from cake_core.testing.operands import DTYPES, Source
 from torch import Tensor
 
 from .. import api
+from ..layouts import benchmark_layout
 from . import oracle
 from .budgets import budgets_of
 
@@ -82,7 +83,8 @@ class Step:
 
     def backward(self, saved: Mapping[str, Tensor], **options: Any) -> Outputs:
         """The gradients of the functional backward that are there. ``saved``: what ``forward`` returned."""
-        given = {**self.options, **self.destinations(), **options}
+        wanted = options.get("needs", (True, True))
+        given = {**self.options, **(self.destinations() if wanted[1] else {}), **options}
         grads = api.varlen_gqa_attention_bwd(
             self.q, self.k, self.v, saved["out"], saved["lse"], self.dout, self.cu_q, self.cu_k, **given
         )
@@ -114,9 +116,8 @@ class Step:
     def attend(self, leaves: Sequence[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
         """out and lse of the autograd entry point."""
         given = {**self.options, **options}
-        found = api.varlen_gqa_attention(*leaves, self.cu_q, self.cu_k, return_lse=True, **given)
-        assert isinstance(found, tuple)
-        return found
+        q, k, v = leaves
+        return api.varlen_gqa_attention(q, k, v, self.cu_q, self.cu_k, return_lse=True, **given)
 
     def differentiate(self, **options: Any) -> Outputs:
         """The same as ``run`` from the autograd entry point."""
@@ -140,9 +141,10 @@ class Step:
         dk, dv = (torch.full(self.k.shape, torch.nan, dtype=torch.float32, device=self.k.device) for _ in range(2))
         return dk, dv
 
-    def reference(self) -> Outputs:
-        """Every output of the form in FP64 from the definition."""
-        found = oracle.reference(self.q, self.k, self.v, self.dout, self.cu_q, self.cu_k, softmax_scale=self.scale)
+    def reference(self, stored: Tensor | None = None) -> Outputs:
+        """Every output of the form in FP64 from the definition; ``stored``: of a backward that gets this output."""
+        operands = self.q, self.k, self.v, self.dout, self.cu_q, self.cu_k
+        found = oracle.reference(*operands, softmax_scale=self.scale, stored=stored)
         dk, dv = found.dk, found.dv
         if self.start is not None:
             assert self.row_map is not None
@@ -172,8 +174,12 @@ class Step:
         )
 
 
-def pairs(lengths: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
+def pairs(lengths: str | Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
     """Query rows and keys of every segment; a plain number is a document, which has as many of both."""
+    if isinstance(lengths, str):
+        layout = benchmark_layout(lengths)
+        sizes = ([end - start for start, end in pairwise(cu)] for cu in (layout.cu_q, layout.cu_k))
+        return list(zip(*sizes, strict=True))
     return [(n, n) if isinstance(n, int) else n for n in lengths]
 
 
@@ -182,7 +188,7 @@ def offsets(lengths: Sequence[int], device: str | torch.device = "cpu") -> Tenso
 
 
 def make_step(
-    lengths: Sequence[int | tuple[int, int]],
+    lengths: str | Sequence[int | tuple[int, int]],
     heads: tuple[int, int],
     *,
     device: str | torch.device = "cpu",
@@ -198,7 +204,7 @@ def make_step(
     """Normal operands of these segments.
 
     Args:
-        lengths: (query rows, keys) of every segment; a plain number is both.
+        lengths: (query rows, keys) of every segment; a plain number is both. A name: of ``layouts.BENCHMARKS``.
         heads: query heads and key heads.
         dtype: of q, k, v and dout.
         form: one of ``FORMS``.
@@ -206,8 +212,8 @@ def make_step(
         uneven: q and k have channels of very different sizes, 0.1 to 30, and a large common mean; their scores are
             brought back to about one.
         view: how q, k and v lie in memory, a key of ``VIEWS``.
-        row_map: of the add form; None: the last third of the keys goes where the first third goes, and there are two
-            rows that nobody names. Destinations begin with zeros.
+        row_map: of the add form; None: a layout's own, else the last third of the keys goes where the first third
+            goes, and there are two rows that nobody names. Destinations begin with zeros.
     """
     segments = pairs(lengths)
     total_q, total_k = (sum(each) for each in zip(*segments, strict=True))
@@ -222,10 +228,15 @@ def make_step(
     q *= std
     map_, start = None, None
     if form == "add":
-        kept = total_k - total_k // 3
-        listed = [j % kept for j in range(total_k)] if row_map is None else row_map
+        if isinstance(lengths, str):
+            layout = benchmark_layout(lengths)
+            listed, rows = layout.kv_rows, layout.kv_total
+        else:
+            kept = total_k - total_k // 3
+            listed = [j % kept for j in range(total_k)] if row_map is None else row_map
+            rows = max(listed, default=-1) + 3
         map_ = torch.tensor(listed, dtype=torch.int32).to(device)
-        shape = (max(listed, default=-1) + 3, heads_kv, _WIDTH)
+        shape = (rows, heads_kv, _WIDTH)
         start = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
     q, k, v = (VIEWS[view](t.to(narrow)) for t in (q, k, v))
     cu_q, cu_k = (offsets(each, device) for each in zip(*segments, strict=True))
