@@ -19,8 +19,8 @@ from torch import Tensor
 
 # --- numbers ----------------------------------------------------------------------------------------------------
 
-# Relative RMS against ``testing.emulation``, which rounds where the kernels do; about twice the worst of two seeds. FP32
-# sums in another order agree to 1e-7, but of those that are rounded then a few lie between two numbers and fall to
+# Relative RMS against ``testing.emulation``, which rounds where the kernels do; about twice the worst of two seeds.
+# FP32 sums in another order agree to 1e-7, but of those that are rounded then a few lie between two numbers and fall to
 # the other side; dP - D makes more of it. One pair in a hundred left out would be a hundred times as much.
 TIES = {"out": 6e-4, "lse": 1.5e-7, "dq": 1.5e-3, "dk": 1.5e-3, "dv": 4e-4, "dk_fp32": 1.5e-3, "dv_fp32": 2e-4}
 

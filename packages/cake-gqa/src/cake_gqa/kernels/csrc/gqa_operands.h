@@ -21,9 +21,11 @@ inline HeadRows check_heads(const ffi::TensorView& view, const char* name, DLDev
   check_rows(view, name);
   check_size(view, name, 2, kHeadDim);
   check_device(view, name, device);
-  check_count(name, view.size(0), kMostRows);
-  check_count(name, view.size(1), 1 << 16);
   for (int dim = 0; dim < 2; ++dim) {
+    const int64_t most = dim == 0 ? kMostRows : 1 << 16;
+    if (view.size(dim) < 1 || view.size(dim) > most) {
+      TVM_FFI_THROW(ValueError) << name << ".shape[" << dim << "] is " << view.size(dim) << "; needs 1 to " << most;
+    }
     if (view.size(dim) > 1 && view.stride(dim) == 0) {
       TVM_FFI_THROW(ValueError) << name << ".stride(" << dim << ") is 0; needs a positive multiple of 8";
     }
