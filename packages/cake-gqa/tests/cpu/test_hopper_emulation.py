@@ -149,8 +149,8 @@ def test_neighbours_change_no_bit(kernels: Kernels, filling: float) -> None:
     rows, keys = step.spans[1]
     for name, value in got.items():
         where = keys if name[:2] in ("dk", "dv") else rows
-        pair = (t[:, where] if name == "lse" else t[where] for t in (value, want[name]))
-        assert_same_bits(*pair, name)
+        now, before = (t[:, where] if name == "lse" else t[where] for t in (value, want[name]))
+        assert_same_bits(now, before, name)
 
 
 @pytest.mark.parametrize("view", ["columns", "heads-first", "every-second"])
