@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from cake_core.errors import check_int, check_str, message
 from cake_core.served import one_of, refuse_fp16, trainer_option
-from cake_core.spec import Flag, OpSpec
+from cake_core.spec import Flag, OpSpec, Package
 
 __all__ = [
     "CHECK_SEQLENS",
@@ -157,4 +157,5 @@ OP = OpSpec(
         ),
     ),
     validate=validate,
+    packages=(Package("gqa", "native", "kernels"),),
 )

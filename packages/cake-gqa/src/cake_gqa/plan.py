@@ -15,8 +15,8 @@ from .op import CUDA_ARCHES, HEAD_DIM, check_heads
 __all__ = [
     "MAX_TOKENS",
     "bwd_scratch_bytes",
+    "links_bytes",
     "plan_bytes",
-    "sort_bytes",
     "stats_bytes",
     "stats_rows",
     "window_bytes",
@@ -27,6 +27,8 @@ MAX_TOKENS = 2**31 - 1 - 256
 """A kernel looks up to two tiles past the last row in 32 bits."""
 STATS_TILE = 64
 """Rows of statistics that one tile reads."""
+KEY_PASSES = 12
+"""Passes over key/value heads that the table of a call has tickets for."""
 MAX_WINDOW_BYTES = 2**31
 """Scratch that one pass over key/value heads may take for its FP32 windows; a single head may need more."""
 
@@ -74,14 +76,13 @@ def bwd_scratch_bytes(
         return 0
     total = plan_bytes(num_segments) + stats_bytes(total_q, num_heads_q, num_segments)
     if row_map:
-        total += window_bytes(total_k, num_heads_kv) + sort_bytes(total_k)
+        total += window_bytes(total_k, num_heads_kv) + links_bytes(total_k)
     return total
 
 
 def plan_bytes(segments: int) -> int:
-    """The table of a call: 5 int32 a segment (order, three prefixes, one spare entry each) and 16 more, 4 of them
-    tickets, in whole 256 bytes."""
-    return 256 * ceil_div(4 * (5 * segments + 16), 256)
+    """The table of a call: 16 int32 (tickets, totals) and 3 a segment (order, two prefixes), in whole 256 bytes."""
+    return 256 * ceil_div(4 * (3 * segments + 16), 256)
 
 
 def stats_rows(total_q: int, segments: int) -> int:
@@ -96,7 +97,8 @@ def stats_bytes(total_q: int, heads_q: int, segments: int) -> int:
 
 def window_heads(total_k: int, heads_kv: int) -> int:
     """Key/value heads whose FP32 windows one pass of the add form holds."""
-    return max(1, min(heads_kv, MAX_WINDOW_BYTES // (8 * HEAD_DIM * total_k)))
+    fit = min(heads_kv, MAX_WINDOW_BYTES // (8 * HEAD_DIM * total_k))
+    return max(fit, ceil_div(heads_kv, KEY_PASSES))
 
 
 def window_bytes(total_k: int, heads_kv: int) -> int:
@@ -104,6 +106,6 @@ def window_bytes(total_k: int, heads_kv: int) -> int:
     return 8 * HEAD_DIM * total_k * window_heads(total_k, heads_kv)
 
 
-def sort_bytes(total_k: int) -> int:
-    """The row map in the order of its values: three int32 a window row."""
-    return 12 * total_k
+def links_bytes(total_k: int) -> int:
+    """Which window rows go to the same rows: two int32 a window row."""
+    return 8 * total_k

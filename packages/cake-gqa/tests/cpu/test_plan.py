@@ -22,9 +22,9 @@ def test_scratch_of_a_long_context_rank() -> None:
     """Statistics of 30,976 rows and 24 heads, 5.9 MB; the add form has FP32 windows of all four heads beside them."""
     assert plan.stats_rows(30_193, 12) == 30_976
     assert plan.stats_bytes(30_193, 24, 12) == 8 * 24 * 30_976 == 5_947_392
-    assert scratch(*LONG) == 512 + 5_947_392
+    assert scratch(*LONG) == 256 + 5_947_392
     assert plan.window_heads(256_933, 4) == 4
-    assert scratch(*LONG, row_map=True) == scratch(*LONG) + (2048 * 4 + 12) * 256_933
+    assert scratch(*LONG, row_map=True) == scratch(*LONG) + (2048 * 4 + 8) * 256_933
 
 
 def test_fast_runs_dets_program() -> None:
@@ -51,6 +51,14 @@ def test_windows_of_the_add_form_are_bounded() -> None:
         assert heads == 4 or plan.window_bytes(keys, 4) + 2048 * keys > 2**31, "another head would not fit"
 
 
+def test_passes_of_the_add_form_have_a_ticket_each() -> None:
+    """At most 12 passes over the heads, which costs more than 2 GiB of scratch where there are that many heads."""
+    for heads in (1, 7, 12, 13, 24, 25, 64):
+        assert -(-heads // plan.window_heads(2**24, heads)) <= 12
+    assert plan.window_heads(2**24, 12) == 1
+    assert plan.window_heads(2**24, 13) == 2
+
+
 def test_every_segment_has_rows_of_its_own_in_the_statistics() -> None:
     """From a multiple of 64 on, so that no tile of 64 rows holds two; the last one ends inside."""
     draw = random.Random(5)
@@ -67,9 +75,10 @@ def test_every_segment_has_rows_of_its_own_in_the_statistics() -> None:
 
 def test_the_table_of_a_call_is_whole_lines() -> None:
     assert plan.plan_bytes(1) == 256
-    assert plan.plan_bytes(12) == 512
+    assert plan.plan_bytes(12) == 256
+    assert plan.plan_bytes(17) == 512
     assert plan.plan_bytes(4096) % 256 == 0
-    assert plan.plan_bytes(4096) >= 4 * (5 * 4096 + 16)
+    assert plan.plan_bytes(4096) >= 4 * (3 * 4096 + 16)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from cake_core.errors import message
 from cake_core.operands import compute_dtype, is_abstract
 from torch import Tensor
 
-from . import cpu, meta
+from . import cpu, meta, sm90
 from .operands import KeyGradients, Operands
 
 __all__ = ["backward", "forward", "new", "select"]
 
-CUDA: dict[str, ModuleType] = {}
+CUDA: dict[str, ModuleType] = {"sm_90a": sm90}
 """Architecture -> its module."""
 _VENDORED = ("sm_100a", "sm_103a", "sm_107a")
 """Architectures whose kernels are another project's."""
@@ -41,7 +41,7 @@ def select(entry: str, q: Tensor, home: tuple[str, int | None]) -> Any:
     arch = ARCH_BY_CAPABILITY.get(capability, "")
     if arch in CUDA:
         return CUDA[arch]
-    served = f"a supported architecture: {', '.join(CUDA) or 'none on CUDA yet'}"
+    served = f"a supported architecture: {', '.join(CUDA)}"
     if arch in _VENDORED:
         got = f"of architecture {arch}, whose kernels are not part of this version"
         raise RuntimeError(message(entry, f"device cuda:{index}", got, served, "CPU tensors run everywhere"))

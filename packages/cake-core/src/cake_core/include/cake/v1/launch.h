@@ -22,6 +22,13 @@ inline int shared_limit() {
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess ? bytes : 0;
 }
 
+// Multiprocessors of the current device, the CTAs of a grid that deals its work out; 1 when the device does not answer.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 1;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
+}
+
 template <typename P>
 cudaError_t launch(void (*kernel)(P), const Shape& shape, cudaStream_t stream, const P& p,
                    cudaLaunchAttribute* attribute = nullptr) {

@@ -31,6 +31,22 @@ inline void load_bulk(void* shared, const void* global, int bytes, uint64_t* bar
   ++cta->arrivals;
 }
 
+// source(offset in the tile, not swizzled): where its 16 bytes come from, null for zeros.
+template <typename Source>
+void load_box(void* tile, int bytes, uint64_t* barrier, const Source& source) {
+  check_shared(tile, 1024);
+  check_shared(static_cast<const char*>(tile) + bytes - 16, 16);
+  check_shared(barrier, 8);
+  products();
+  std::memset(tile, 0xff, bytes);
+  auto& copies = lane().open;
+  for (int at = 0; at < bytes; at += 16) {
+    copies.push_back({static_cast<char*>(tile) + (at ^ (at >> 3 & 0x70)), source(at), false, 0, true});
+  }
+  copies.push_back({barrier, nullptr, true});
+  ++cta->arrivals;
+}
+
 inline void store_bulk(void* global, const void* shared, int bytes) {
   check_block(shared, global, bytes);
   const AsyncProxy& proxy = products().proxy;

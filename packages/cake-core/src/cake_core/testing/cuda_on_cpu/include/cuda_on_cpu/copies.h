@@ -44,11 +44,14 @@ const char* finish(const Copies& copies) {
     if (copy.arrives) {
       --cta->arrivals;
       if (const char* wrong = arrive_at(copy.to)) return wrong;
-    } else if (copy.from != nullptr) {
-      std::memcpy(copy.to, copy.from, copy.block == 0 ? 16 : copy.block);
-      if (copy.block != 0) cta->proxy_wrote(copy.to, copy.block);
     } else {
-      std::memset(copy.to, 0, 16);
+      const size_t bytes = copy.block == 0 ? 16 : copy.block;
+      if (copy.from != nullptr) {
+        std::memcpy(copy.to, copy.from, bytes);
+      } else {
+        std::memset(copy.to, 0, bytes);
+      }
+      if (copy.block != 0 || copy.by_proxy) cta->proxy_wrote(copy.to, bytes);
     }
   }
   return nullptr;
@@ -62,19 +65,27 @@ inline void arrive_all_but(size_t pending) {
   }
 }
 
-// Between the turns of the lanes: all copies of some lane that an mbarrier counts arrive, whatever the lane does.
-// What is wrong, or null.
+// Between the turns of the lanes: copies of some lane that an mbarrier counts arrive, whatever the lane does; all of
+// its groups', and of those of no group the oldest up to some arrival. What is wrong, or null.
 inline const char* copies_arrive() {
   const auto counted = [](const std::vector<Copy>& copies) {
     size_t end = copies.size();
     while (end > 0 && !copies[end - 1].arrives) --end;
     return end;
   };
+  const auto some = [](const std::vector<Copy>& copies) {
+    size_t arrivals = 0, end = 0;
+    for (const Copy& copy : copies) arrivals += copy.arrives;
+    if (arrivals == 0) return end;
+    arrivals = 1 + random_below(static_cast<uint32_t>(arrivals));
+    while (arrivals > 0) arrivals -= copies[end++].arrives;
+    return end;
+  };
   const size_t n = cta->lanes.size(), first = random_below(static_cast<uint32_t>(n));
   for (size_t i = 0; i < n; ++i) {
     Lane& lane = cta->lanes[(first + i) % n];
     size_t groups = lane.groups.size();
-    const size_t open = counted(lane.open);
+    const size_t open = some(lane.open);
     while (open == 0 && groups > 0 && counted(lane.groups[groups - 1]) == 0) --groups;
     if (open + groups == 0) continue;
     // The groups stay, empty: they are counted by the waits to come.

@@ -139,8 +139,9 @@ template <typename P>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(P)) {
   return attributes->ptxVersion = 90, cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  return *value = cuda_on_cpu::shared_limit, cudaSuccess;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  *value = which == cudaDevAttrMultiProcessorCount ? cuda_on_cpu::kMultiprocessors : cuda_on_cpu::shared_limit;
+  return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return std::exchange(cuda_on_cpu::pending, cudaSuccess); }
 inline const char* cudaGetErrorName(cudaError_t) { return "cuda_on_cpu"; }
