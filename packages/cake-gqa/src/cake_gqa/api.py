@@ -270,13 +270,6 @@ def varlen_gqa_attention_bwd(
     )  # fmt: skip
 
 
-def release() -> int:
-    """Forget what backends remember; holds no device memory, so 0 bytes come back."""
-    for module in backends.CUDA.values():
-        module.release()
-    return 0
-
-
 def _checks_contents(check_seqlens: Any, entry: str) -> bool:
     """Whether the host is to read offsets on a device."""
     if check_seqlens is None:

@@ -14,7 +14,7 @@ import torch
 from cake_core import config, device
 from cake_core.testing.fake_cuda import FakeCuda
 from cake_core.testing.operands import normal
-from cake_gqa import api, backends, varlen_gqa_attention, varlen_gqa_attention_bwd, varlen_gqa_attention_fwd
+from cake_gqa import backends, varlen_gqa_attention, varlen_gqa_attention_bwd, varlen_gqa_attention_fwd
 from cake_gqa.backends.operands import KeyGradients, Operands
 from torch import Tensor
 
@@ -39,9 +39,6 @@ class Recorder:
         for given in (dq, *((keys.dk, keys.dv) if keys is not None else ())):
             if given is not None:
                 given.fill_(3.0)
-
-    def release(self) -> None:
-        self.calls.clear()
 
     def _note(self, what: str, x: Operands, **given: Any) -> None:
         self.calls.append(SimpleNamespace(what=what, x=x, stream=device.stream(x.device_index), **given))
@@ -376,10 +373,3 @@ def test_autograd_keeps_seven_tensors(recorder: Recorder) -> None:
         held = [value for value in out.grad_fn.call if isinstance(value, Tensor)]
         assert not held
         assert out.grad_fn.call.segments is None
-
-
-def test_release_asks_the_backends(recorder: Recorder) -> None:
-    with FakeCuda() as fake:
-        step(fake)
-    assert api.release() == 0
-    assert not recorder.calls

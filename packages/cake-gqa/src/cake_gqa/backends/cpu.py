@@ -10,8 +10,9 @@ dV_j = sum of P_ij dout_i       dQ_i = s sum of dS_ij k_j       dK_j = s sum of 
 
 Tiles start at the first row of a segment that sees a key, blocks at its first key, and every matrix is multiplied alone
 (``cpu_math.products``), so a document has the bits that it has alone. Blocks are added in ascending order to out and
-dQ, tiles in ascending order to dK and dV, the heads of a group in ascending order before. What a row does not see is
-selected away, never multiplied by zero, except by P itself: a NaN in v reaches earlier rows of its own document.
+dQ, tiles in ascending order to dK and dV, the heads of a group in ascending order before. Entries of S, P and dS that a
+row does not see are selected away. Products then add 0 times the rest of a block: a NaN may reach rows and keys of its
+own document that do not see it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import plan
 from .operands import KeyGradients, Operands
 
-__all__ = ["backward", "forward", "release"]
+__all__ = ["backward", "forward"]
 
 
 def forward(x: Operands, out: Tensor, lse: Tensor) -> None:
@@ -39,10 +39,6 @@ def backward(x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dq: Tensor | N
         _add(x, keys, operands)
     if dq is not None:
         _program("bwd_dq", index)(dq, *operands)
-
-
-def release() -> None:
-    """Nothing is kept here: programs are the loader's, scratch is the workspace's."""
 
 
 def _add(x: Operands, keys: KeyGradients, operands: tuple[Any, ...]) -> None:
