@@ -16,7 +16,7 @@
 //   32768           v, then dK on its way      v_full 4, v_empty 4
 //   2 x 32768       q, two stages              q_full 5, q_empty 8, of each stage; with lse
 //   2 x 32768       dout, two stages           dout_full 5, dout_empty 8; with dout . out
-//   2 x 8192        P^T                        p_full 4, p_empty 4
+//   2 x 8192        P^T                        p_full 4; empty where the q two tiles on has come
 //   2 x 2 x 256     statistics of the queries
 //   2 x 32          tiles                      tile_full 1, tile_empty 8
 //
@@ -49,8 +49,7 @@ struct Shared {
   float lse_log2[kStages][kQueries], dots[kStages][kQueries];
   KeyTile tiles[2];
   uint64_t k_full, k_empty, v_full, v_empty;
-  uint64_t q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages], p_full[kStages],
-      p_empty[kStages];
+  uint64_t q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages], p_full[kStages];
   uint64_t tile_full[2], tile_empty[2];
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "over the shared memory of a CTA");
@@ -183,7 +182,8 @@ struct Place {
   int column = 2 * (lane % 4);            // its first query
 };
 
-// P^T of a tile that has been scored, to the other warpgroup too.
+// P^T of a tile that has been scored, to the other warpgroup too. That one has read what lies there: else the queries
+// of this tile would not be in the stage that it gave back after that.
 __device__ __forceinline__ void finish_scores(Shared& shared, const Walk& walk, const Place& me, float scale_log2,
                                               float (&s)[kQueries / 2]) {
   const Turn<kStages> at(walk.number);
@@ -195,7 +195,6 @@ __device__ __forceinline__ void finish_scores(Shared& shared, const Walk& walk, 
   }
   arrive_warp(&shared.q_empty[at.stage]);
   ptx::have(s);
-  ptx::mbarrier_wait(&shared.p_empty[at.stage], 1 - at.parity);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t pairs[4];
@@ -237,7 +236,6 @@ __device__ __forceinline__ void finish_differences(Shared& shared, const Walk& w
     differentiate<true>(dp, probabilities, dots, walk.from() + me.row - me.column);
   }
   ptx::have(dp);
-  arrive_warp(&shared.p_empty[at.stage]);
   arrive_warp(&shared.dout_empty[at.stage]);
 }
 
@@ -366,7 +364,6 @@ __global__ __launch_bounds__(kThreads, 1) void gqa_bwd_dkv(const __grid_constant
       ptx::mbarrier_init(&shared.dout_full[i], kPanels + 1);
       ptx::mbarrier_init(&shared.dout_empty[i], kMathWarps);
       ptx::mbarrier_init(&shared.p_full[i], kGroupWarps);
-      ptx::mbarrier_init(&shared.p_empty[i], kGroupWarps);
       ptx::mbarrier_init(&shared.tile_full[i], 1);
       ptx::mbarrier_init(&shared.tile_empty[i], kMathWarps);
     }

@@ -81,19 +81,18 @@ struct Walk {
   int block;                  // that is next, counted over all tiles
 };
 
-// S to P in place. limit: the last column that the upper row sees, less the thread's first one.
-template <bool kMasked>
-__device__ __forceinline__ void exponentiate(float (&s)[kKeys / 2], const Walk& walk, float scale_log2, int limit) {
+// S to P in place, also of pairs that do not count.
+__device__ __forceinline__ void exponentiate(float (&s)[kKeys / 2], const Walk& walk, float scale_log2) {
 #pragma unroll
   for (int i = 0; i < kKeys / 2; ++i) {
     const int below = i / 2 % 2;
     const float power = __fmaf_rn(s[i], scale_log2, -walk.lse_log2[below]);
     s[i] = ptx::ex2_approx_ftz(power);
-    if constexpr (kMasked) s[i] = i / 4 * 8 + i % 2 <= limit + 8 * below ? s[i] : 0.f;
   }
 }
 
-// The register operands of dS. A pair that is masked has none, whatever its dP is.
+// The register operands of dS. A pair that is masked has none, whatever its P and its dP are. limit: the last column
+// that the upper row sees, less the thread's first one.
 template <bool kMasked>
 __device__ __forceinline__ void differentiate(const float (&s)[kKeys / 2], const float (&dp)[kKeys / 2], Walk& walk,
                                               int limit) {
@@ -136,7 +135,7 @@ __device__ __forceinline__ void step(Shared& shared, Walk& walk, int rows, float
   ptx::wgmma_commit();
   ptx::wgmma_wait<1>();
   ptx::settle(s);
-  exponentiate<kMasked>(s, walk, scale_log2, limit);
+  exponentiate(s, walk, scale_log2);
   ptx::have(s);
   ptx::mbarrier_wait(&shared.v_full, walk.block % 2);
   ptx::wgmma_fence();
@@ -208,7 +207,7 @@ __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int w
       ptx::settle(s);
       ptx::settle(dp);
       if (lane == 0) ptx::mbarrier_arrive(&shared.v_empty);
-      exponentiate<true>(s, walk, scale_log2, limit(0));
+      exponentiate(s, walk, scale_log2);
       differentiate<true>(s, dp, walk, limit(0));
       ++walk.block;
     }
