@@ -8,8 +8,9 @@
 //   0:  S^T = k q^T, P^T                       dV += bf16(P^T) dout
 //   1:  dP^T = v dout^T, dS^T                  dK += bf16(dS^T) q
 //
-// Each issues its first product of the next tile before the second one of this tile. P^T goes from 0 to 1 in FP16
-// (three bits more than BF16, at most 1), in the order of the registers, in which both hold the same elements.
+// 0 issues its first product of the next tile before the second one of this tile, so that P^T comes early; 1 the other
+// way round: q of the tile after next cannot come before dK of this one is done. P^T goes from 0 to 1 in FP16 (three
+// bits more than BF16, at most 1), in the order of the registers, in which both hold the same elements.
 //
 //   shared memory, bytes                       barriers (arrivals)
 //   32768           k, then dV on its way      k_full 4, k_empty 4
@@ -279,8 +280,9 @@ struct Gradient {
     multiply_columns<kQueries>(sums, a, summed(Turn<kStages>(number).stage));
     ptx::wgmma_commit();
   }
+  template <int kPending>
   __device__ __forceinline__ void end_sum(float (&sums)[2][64], int number, int lane) const {
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kPending>();
     settle(sums);
     if (lane == 0) ptx::mbarrier_arrive(&summed_empty(Turn<kStages>(number).stage));
   }
@@ -330,17 +332,26 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
     }
     for (int left = count - 1; left > 0; --left) {
       float s[kQueries / 2];
-      my.score(s, walk, me.thread);
-      my.sum(sums, a, walk.number - 1);
-      ptx::wgmma_wait<1>();
-      ptx::settle(s);
-      my.finish(s, walk, me, scale_log2);
-      my.end_sum(sums, walk.number - 1, me.lane);
+      if constexpr (kOf == 0) {
+        my.score(s, walk, me.thread);
+        my.sum(sums, a, walk.number - 1);
+        ptx::wgmma_wait<1>();
+        ptx::settle(s);
+        my.finish(s, walk, me, scale_log2);
+        my.template end_sum<0>(sums, walk.number - 1, me.lane);
+      } else {
+        my.sum(sums, a, walk.number - 1);
+        my.score(s, walk, me.thread);
+        my.template end_sum<1>(sums, walk.number - 1, me.lane);
+        ptx::wgmma_wait<0>();
+        ptx::settle(s);
+        my.finish(s, walk, me, scale_log2);
+      }
       operands(s, a);
       walk.next();
     }
     my.sum(sums, a, walk.number - 1);
-    my.end_sum(sums, walk.number - 1, me.lane);
+    my.template end_sum<0>(sums, walk.number - 1, me.lane);
 
     ptx::bar_sync(kGroupBarrier + kOf, kWarpgroup);  // nobody reads its own tile any more
     store(p, tile, to, my.own(), sums, kOf == 0 ? 1.f : p.p.scale);
