@@ -18,6 +18,7 @@ from cake_core.operands import (
     check_output,
     check_same_device,
     check_shape,
+    check_tensors,
     compute_dtype,
     host_ints,
     is_abstract,
@@ -241,8 +242,9 @@ def fits(value: Tensor, *, expanded: bool = False) -> bool:
 
 
 def readable(value: Tensor) -> Tensor:
-    """``value``, or a dense copy of it that fits."""
-    return value if fits(value) else value.clone(memory_format=torch.contiguous_format)
+    """``value``, or a dense copy of it that fits; to copy the result of a collective that still runs waits for it."""
+    in_memory = type(value) is Tensor or is_abstract(value)
+    return value if in_memory and fits(value) else value.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(value: Tensor) -> bool:
@@ -275,6 +277,7 @@ def _check_ints(entry: str, name: str, value: Tensor) -> None:
 
 def check_row_map(entry: str, name: str, row_map: Tensor, q: Tensor, k: Tensor) -> None:
     """Raises: ValueError for anything but [T_k] int32, contiguous, with q."""
+    check_tensors(entry, **{name: row_map})
     check_same_device(entry, q=q, **{name: row_map})
     _check_ints(entry, name, row_map)
     check_shape(entry, name, row_map, k.shape[:1], "[T_k],")
@@ -309,7 +312,7 @@ def check_outputs(entry: str, given: Mapping[str, _Given], inputs: Mapping[str, 
 def key_gradients(names: Sequence[str], dk: Any, dv: Any, k: Tensor, dtype: torch.dtype | None) -> dict[str, _Given]:
     """What ``check_outputs`` holds dk and dv to: [T_k, H_kv, 256] of ``dtype``; without one they are added to and
     [N_dst, H_kv, 256] FP32 of any N_dst."""
-    rows = k.shape[0] if dtype is not None else dk.shape[0] if isinstance(dk, Tensor) and dk.dim() == 3 else 0
+    rows = k.shape[0] if dtype is not None else dk.shape[0] if isinstance(dk, Tensor) and dk.dim() else 0
     wanted = (rows, *k.shape[1:]), torch.float32 if dtype is None else dtype
     return {names[0]: (dk, *wanted), names[1]: (dv, *wanted)}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
 
 from . import backends
-from ._checks import Checked, check_contents, check_outputs, check_row_map, key_gradients, readable
+from ._checks import Checked, check_concrete, check_contents, check_outputs, check_row_map, key_gradients, readable
 from .backends.operands import KeyGradients, Operands, Segments
 
 __all__ = ["Call", "DkvAccSource", "VarlenGqaFunction", "apply"]
@@ -113,6 +113,7 @@ def _destinations(call: Call, x: Operands, out: Tensor, lse: Tensor, dout: Tenso
     names = [f"{name} of dkv_acc()" for name in (_WINDOW if row_map is None else _ADDED)]
     inputs = {"q": x.q, "k": x.k, "v": x.v, "out": out, "lse": lse, "the gradient of out": dout}
     if row_map is not None:
+        check_concrete(entry, "dkv_acc", **{names[2]: row_map})
         check_row_map(entry, names[2], row_map, x.q, x.k)
         inputs[names[2]] = row_map
     dtype = torch.float32 if row_map is None else None

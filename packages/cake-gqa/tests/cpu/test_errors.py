@@ -194,7 +194,8 @@ CASES = [
     case("given-lse-shape", ValueError, r": lse is of shape \(7, 4\)", fwd(lse=zeros(7, 4))),
     case("given-dk-shape", ValueError, r": dk is of shape \(7, 4, 256\)", bwd(dk=zeros(7, 4, 256, dtype=BF16))),
     case("acc-heads", ValueError, r": dk_acc is of shape \(5, 4, 256\)", add(dk_acc=zeros(5, 4, 256))),
-    case("acc-2d", ValueError, r": dk_acc is of shape \(5, 512\)", add(dk_acc=zeros(5, 512))),
+    case("acc-2d", ValueError, r": dk_acc is of shape \(5, 512\); needs shape \(5, 2, 256\)",
+         add(dk_acc=zeros(5, 512))),
     case("accs-differ", ValueError, r": dv_acc is of shape \(6, 2, 256\); needs shape \(5, 2, 256\)",
          add(dv_acc=zeros(6, 2, 256))),
     # Strides and alignment.
@@ -346,6 +347,42 @@ def test_offsets_without_memory_are_refused() -> None:
     freed.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="cu_seqlens_q is without memory"):
         op(cu_seqlens_q=freed)()
+
+
+# --- results of collectives -------------------------------------------------------------------------------------
+
+
+def running(t: Tensor) -> Tensor:
+    """The result of a collective that still runs: a wrapper whose own address is 0."""
+    collectives = pytest.importorskip("torch.distributed._functional_collectives")
+    return collectives.AsyncCollectiveTensor(t)
+
+
+def test_the_result_of_a_running_collective_is_waited_for() -> None:
+    for name in ("q", "k", "v", "cu_seqlens_k"):
+        assert torch.equal(op(**{name: running(FORWARD[name])})(), OUT)
+    want = bwd()()
+    for name in ("k", "dout", "lse"):
+        for grad, expected in zip(bwd(**{name: running(BACKWARD[name])})(), want, strict=True):
+            assert torch.equal(grad, expected)
+    q = Q.clone().requires_grad_()
+    out = varlen_gqa_attention(q, K, V, CU_Q, CU_K, max_seqlen_k=5)
+    (grad,) = torch.autograd.grad(out, q, running(DOUT))
+    assert torch.equal(grad, want[0])
+
+
+def test_a_running_collective_cannot_be_in_a_call_that_writes_to_given_tensors() -> None:
+    """No operator stands for such a call."""
+    windows = torch.empty(7, 2, 256), torch.empty(7, 2, 256)
+    for call, text in (
+        (fwd(k=running(K), out=torch.empty_like(OUT)), "k is of class AsyncCollectiveTensor; .* given outputs"),
+        (bwd(dout=running(DOUT), dq=torch.empty_like(Q)), "dout is of class AsyncCollectiveTensor; .* given outputs"),
+        (add(row_map=running(ROWS)), "row_map is of class AsyncCollectiveTensor"),
+        (op(v=running(V), dkv_acc=lambda: windows), "v is of class AsyncCollectiveTensor; .* dkv_acc"),
+        (source((torch.ones(5, 2, 256), torch.ones(5, 2, 256), running(ROWS))), r"row_map of dkv_acc\(\) is of class"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
 
 
 # --- devices ----------------------------------------------------------------------------------------------------

@@ -150,3 +150,36 @@ def test_tensors_are_int32() -> None:
     tensors = layout.tensors("cpu")
     assert [t.dtype for t in tensors] == [torch.int32] * 3
     assert tuple(tuple(t.tolist()) for t in tensors) == (layout.cu_q, layout.cu_k, layout.kv_rows)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_ranks_together_are_the_whole_batch(rule: str) -> None:
+    """Outputs of the chunks are rows of the whole output, gradients of the windows add up to those of the keys."""
+    import torch
+    from cake_core.testing.operands import normal
+    from cake_gqa import varlen_gqa_attention_bwd, varlen_gqa_attention_fwd
+
+    lengths, ranks = (37, 0, 150), 3
+    q, k, v, dout = (normal(seed, 187, heads, 256, dtype=torch.float64) for seed, heads in enumerate((2, 1, 1, 2)))
+    cu, _, _ = packed_layout(lengths).tensors("cpu")
+    out, lse = varlen_gqa_attention_fwd(q, k, v, cu, cu)
+    want = varlen_gqa_attention_bwd(q, k, v, out, lse, dout, cu, cu, max_seqlen_k=150, dkv_dtype=torch.float64)
+    found = torch.zeros_like(q), torch.zeros(187, 1, 256), torch.zeros(187, 1, 256)
+    for rank in range(ranks):
+        layout = zigzag_layout(lengths, ranks, rank, rule)
+        cu_q, cu_k, rows = layout.tensors("cpu")
+        ends = [layout.kv_rows[high - 1] + 1 if high > low else 0 for low, high in pairwise(layout.cu_k)]
+        counts = [high - low for low, high in pairwise(layout.cu_q)]
+        own = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+        operands = q[own], k[rows.long()], v[rows.long()]
+        mine, logs = varlen_gqa_attention_fwd(*operands, cu_q, cu_k)
+        torch.testing.assert_close(mine, out[own], rtol=1e-12, atol=1e-12)
+        dq, _, _ = varlen_gqa_attention_bwd(
+            *operands, mine, logs, dout[own], cu_q, cu_k, max_seqlen_k=layout.max_seqlen_k,
+            dk_acc=found[1], dv_acc=found[2], row_map=rows,
+        )  # fmt: skip
+        assert dq is not None
+        found[0][own] += dq
+    for got, expected in zip(found, want, strict=True):
+        assert expected is not None
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)

@@ -8,15 +8,16 @@
 //   0:  S^T = k q^T, P^T                       dV += bf16(P^T) dout
 //   1:  dP^T = v dout^T, dS^T                  dK += bf16(dS^T) q
 //
-// Each issues its first product of the next tile before the second one of this tile. P^T goes from 0 to 1 in FP16
-// (three bits more than BF16, at most 1), in the order of the registers, in which both hold the same elements.
+// 0 issues its first product of the next tile before the second one of this tile, so that P^T comes early; 1 the other
+// way round: q of the tile after next cannot come before dK of this one is done. P^T goes from 0 to 1 in FP16 (three
+// bits more than BF16, at most 1), in the order of the registers, in which both hold the same elements.
 //
 //   shared memory, bytes                       barriers (arrivals)
 //   32768           k, then dV on its way      k_full 4, k_empty 4
 //   32768           v, then dK on its way      v_full 4, v_empty 4
 //   2 x 32768       q, two stages              q_full 5, q_empty 8, of each stage; with lse
 //   2 x 32768       dout, two stages           dout_full 5, dout_empty 8; with dout . out
-//   2 x 8192        P^T                        p_full 4, p_empty 4
+//   2 x 8192        P^T                        p_full 4; empty where the q two tiles on has come
 //   2 x 2 x 256     statistics of the queries
 //   2 x 32          tiles                      tile_full 1, tile_empty 8
 //
@@ -49,8 +50,7 @@ struct Shared {
   float lse_log2[kStages][kQueries], dots[kStages][kQueries];
   KeyTile tiles[2];
   uint64_t k_full, k_empty, v_full, v_empty;
-  uint64_t q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages], p_full[kStages],
-      p_empty[kStages];
+  uint64_t q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages], p_full[kStages];
   uint64_t tile_full[2], tile_empty[2];
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "over the shared memory of a CTA");
@@ -183,7 +183,8 @@ struct Place {
   int column = 2 * (lane % 4);            // its first query
 };
 
-// P^T of a tile that has been scored, to the other warpgroup too.
+// P^T of a tile that has been scored, to the other warpgroup too. That one has read what lies there: else the queries
+// of this tile would not be in the stage that it gave back after that.
 __device__ __forceinline__ void finish_scores(Shared& shared, const Walk& walk, const Place& me, float scale_log2,
                                               float (&s)[kQueries / 2]) {
   const Turn<kStages> at(walk.number);
@@ -195,7 +196,6 @@ __device__ __forceinline__ void finish_scores(Shared& shared, const Walk& walk, 
   }
   arrive_warp(&shared.q_empty[at.stage]);
   ptx::have(s);
-  ptx::mbarrier_wait(&shared.p_empty[at.stage], 1 - at.parity);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t pairs[4];
@@ -237,7 +237,6 @@ __device__ __forceinline__ void finish_differences(Shared& shared, const Walk& w
     differentiate<true>(dp, probabilities, dots, walk.from() + me.row - me.column);
   }
   ptx::have(dp);
-  arrive_warp(&shared.p_empty[at.stage]);
   arrive_warp(&shared.dout_empty[at.stage]);
 }
 
@@ -281,8 +280,9 @@ struct Gradient {
     multiply_columns<kQueries>(sums, a, summed(Turn<kStages>(number).stage));
     ptx::wgmma_commit();
   }
+  template <int kPending>
   __device__ __forceinline__ void end_sum(float (&sums)[2][64], int number, int lane) const {
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kPending>();
     settle(sums);
     if (lane == 0) ptx::mbarrier_arrive(&summed_empty(Turn<kStages>(number).stage));
   }
@@ -332,17 +332,26 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
     }
     for (int left = count - 1; left > 0; --left) {
       float s[kQueries / 2];
-      my.score(s, walk, me.thread);
-      my.sum(sums, a, walk.number - 1);
-      ptx::wgmma_wait<1>();
-      ptx::settle(s);
-      my.finish(s, walk, me, scale_log2);
-      my.end_sum(sums, walk.number - 1, me.lane);
+      if constexpr (kOf == 0) {
+        my.score(s, walk, me.thread);
+        my.sum(sums, a, walk.number - 1);
+        ptx::wgmma_wait<1>();
+        ptx::settle(s);
+        my.finish(s, walk, me, scale_log2);
+        my.template end_sum<0>(sums, walk.number - 1, me.lane);
+      } else {
+        my.sum(sums, a, walk.number - 1);
+        my.score(s, walk, me.thread);
+        my.template end_sum<1>(sums, walk.number - 1, me.lane);
+        ptx::wgmma_wait<0>();
+        ptx::settle(s);
+        my.finish(s, walk, me, scale_log2);
+      }
       operands(s, a);
       walk.next();
     }
     my.sum(sums, a, walk.number - 1);
-    my.end_sum(sums, walk.number - 1, me.lane);
+    my.template end_sum<0>(sums, walk.number - 1, me.lane);
 
     ptx::bar_sync(kGroupBarrier + kOf, kWarpgroup);  // nobody reads its own tile any more
     store(p, tile, to, my.own(), sums, kOf == 0 ? 1.f : p.p.scale);
@@ -366,7 +375,6 @@ __global__ __launch_bounds__(kThreads, 1) void gqa_bwd_dkv(const __grid_constant
       ptx::mbarrier_init(&shared.dout_full[i], kPanels + 1);
       ptx::mbarrier_init(&shared.dout_empty[i], kMathWarps);
       ptx::mbarrier_init(&shared.p_full[i], kGroupWarps);
-      ptx::mbarrier_init(&shared.p_empty[i], kGroupWarps);
       ptx::mbarrier_init(&shared.tile_full[i], 1);
       ptx::mbarrier_init(&shared.tile_empty[i], kMathWarps);
     }

@@ -5,8 +5,8 @@
 //
 //   S = q k^T, dP = dout v^T  (64 x 64)         dQ += bf16(dS) k
 //
-// S of the next block, dQ of this one and dP of the next one are issued in this order, so k of two blocks is there at a
-// time and v of one; the exponentials run beside dQ.
+// dQ of a block is issued before S and dP of the next one: k of two blocks is there at a time, and the place of the
+// first is free for the one behind as early as it can be; v of one is there. The exponentials run beside dP.
 //
 //   shared memory, bytes                       barriers (arrivals)
 //   65536           q, then dQ on its way      rows_full 8, rows_empty 8, of q and dout
@@ -81,19 +81,18 @@ struct Walk {
   int block;                  // that is next, counted over all tiles
 };
 
-// S to P in place. limit: the last column that the upper row sees, less the thread's first one.
-template <bool kMasked>
-__device__ __forceinline__ void exponentiate(float (&s)[kKeys / 2], const Walk& walk, float scale_log2, int limit) {
+// S to P in place, also of pairs that do not count.
+__device__ __forceinline__ void exponentiate(float (&s)[kKeys / 2], const Walk& walk, float scale_log2) {
 #pragma unroll
   for (int i = 0; i < kKeys / 2; ++i) {
     const int below = i / 2 % 2;
     const float power = __fmaf_rn(s[i], scale_log2, -walk.lse_log2[below]);
     s[i] = ptx::ex2_approx_ftz(power);
-    if constexpr (kMasked) s[i] = i / 4 * 8 + i % 2 <= limit + 8 * below ? s[i] : 0.f;
   }
 }
 
-// The register operands of dS. A pair that is masked has none, whatever its dP is.
+// The register operands of dS. A pair that is masked has none, whatever its P and its dP are. limit: the last column
+// that the upper row sees, less the thread's first one.
 template <bool kMasked>
 __device__ __forceinline__ void differentiate(const float (&s)[kKeys / 2], const float (&dp)[kKeys / 2], Walk& walk,
                                               int limit) {
@@ -108,53 +107,51 @@ __device__ __forceinline__ void differentiate(const float (&s)[kKeys / 2], const
   for (int step = 0; step < kKeys / 16; ++step) to_operand(ds, step, walk.a[step]);
 }
 
-__device__ __forceinline__ void wait_for_keys(Shared& shared, int block) {
+// The keys of a block, `left` of which belong to the segment: zeros behind these, since dS k sums over the rows.
+__device__ __forceinline__ void wait_for_keys(Shared& shared, int block, int left, int math_thread) {
   const Turn<kStages> at(block);
   ptx::mbarrier_wait(&shared.k_full[at.stage], at.parity);
-}
-
-// Of a block that is there, zeros in the rows behind the segment's end: dS k sums over them.
-__device__ __forceinline__ void clear_keys(Shared& shared, int block, int keys, int math_thread) {
-  if (keys >= kKeys) return;
-  clear_tail<kKeys, kMathThreads>(shared.k[Turn<kStages>(block).stage], keys, math_thread);
+  if (left >= kKeys) return;
+  clear_tail<kKeys, kMathThreads>(shared.k[at.stage], left, math_thread);
   ptx::bar_sync(kMathBarrier, kMathThreads);
 }
 
-// S and dP of the next block, whose keys are there, beside dQ of the one before. The exponentials end where v is waited
-// for, which keeps ptxas from moving them behind the wait for dQ.
+// dQ of the block before, then S and dP of the next one, whose keys are there. left: keys of the block behind that,
+// none: there is no such block. They are waited for where the exponentials end, which keeps ptxas from moving these
+// behind the wait for dP.
 template <bool kMasked>
-__device__ __forceinline__ void step(Shared& shared, Walk& walk, int rows, float scale_log2, int limit) {
+__device__ __forceinline__ void step(Shared& shared, Walk& walk, int rows, float scale_log2, int limit, int left) {
   ptx::forget(rows);  // or ptxas keeps what is derived from it for every product of the loop, in memory
   const char *const q = shared.q + rows, *const dout = shared.dout + rows;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const Turn<kStages> next(walk.block), before(walk.block - 1);
   float s[kKeys / 2], dp[kKeys / 2];
   ptx::wgmma_fence();
-  multiply_rows<kQueryTile, kKeys>(s, q, shared.k[next.stage]);
-  ptx::wgmma_commit();
   multiply_columns<kKeys>(walk.dq, walk.a, shared.k[before.stage]);
   ptx::wgmma_commit();
+  multiply_rows<kQueryTile, kKeys>(s, q, shared.k[next.stage]);
+  ptx::wgmma_commit();
   ptx::wgmma_wait<1>();
-  ptx::settle(s);
-  exponentiate<kMasked>(s, walk, scale_log2, limit);
-  ptx::have(s);
+  settle(walk.dq);
+  if (lane == 0) ptx::mbarrier_arrive(&shared.k_empty[before.stage]);
   ptx::mbarrier_wait(&shared.v_full, walk.block % 2);
   ptx::wgmma_fence();
   multiply_rows<kQueryTile, kKeys>(dp, dout, shared.v);
   ptx::wgmma_commit();
   ptx::wgmma_wait<1>();
-  settle(walk.dq);
-  if (lane == 0) ptx::mbarrier_arrive(&shared.k_empty[before.stage]);
+  ptx::settle(s);
+  exponentiate(s, walk, scale_log2);
+  ptx::have(s);
+  ++walk.block;
+  if (left > 0) wait_for_keys(shared, walk.block, left, thread);
   ptx::wgmma_wait<0>();
   ptx::settle(dp);
   if (lane == 0) ptx::mbarrier_arrive(&shared.v_empty);
   differentiate<kMasked>(s, dp, walk, limit);
-  ++walk.block;
 }
 
 __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int warpgroup) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, warp = thread / 32, lane = thread % 32;
-  const int math_thread = thread + kWarpgroup * warpgroup;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32 % 4, lane = thread % 32;
   const float scale_log2 = __fmul_rn(p.p.scale, kLog2E);
   const int own_rows = warpgroup * 64 * kTileRowBytes;  // bytes from the first row of a tile
   char* const q = shared.q + own_rows;
@@ -174,7 +171,7 @@ __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int w
     char* const dq = static_cast<char*>(p.p.dq) + static_cast<int64_t>(tile.first_q + 64 * warpgroup) * p.row_bytes +
                      2 * kHeadDim * tile.head;
     if (blocks == 0) {
-      store_zeros(dq, p.row_bytes, rows, 2 * kHeadDim, thread, kWarpgroup);
+      store_zeros(dq, p.row_bytes, rows, 2 * kHeadDim, thread % kWarpgroup, kWarpgroup);
       arrive_warp(&shared.tile_empty[at.stage]);
       continue;
     }
@@ -196,8 +193,7 @@ __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int w
       float s[kKeys / 2], dp[kKeys / 2];
       ptx::mbarrier_wait(&shared.rows_full, loaded % 2);
       ++loaded;
-      wait_for_keys(shared, walk.block);
-      clear_keys(shared, walk.block, keys, math_thread);
+      wait_for_keys(shared, walk.block, keys, thread);
       ptx::mbarrier_wait(&shared.v_full, walk.block % 2);
       ptx::wgmma_fence();
       multiply_rows<kQueryTile, kKeys>(s, q, shared.k[first.stage]);
@@ -208,20 +204,15 @@ __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int w
       ptx::settle(s);
       ptx::settle(dp);
       if (lane == 0) ptx::mbarrier_arrive(&shared.v_empty);
-      exponentiate<true>(s, walk, scale_log2, limit(0));
+      exponentiate(s, walk, scale_log2);
       differentiate<true>(s, dp, walk, limit(0));
       ++walk.block;
+      if (blocks > 1) wait_for_keys(shared, walk.block, keys - kKeys, thread);
     }
+    const auto left = [&](int i) { return i < blocks ? keys - i * kKeys : 0; };
     int i = 1;
-    for (; i < blocks && i < clear_blocks; ++i) {
-      wait_for_keys(shared, walk.block);
-      step<false>(shared, walk, own_rows, scale_log2, 0);
-    }
-    for (; i < blocks; ++i) {
-      wait_for_keys(shared, walk.block);
-      clear_keys(shared, walk.block, keys - i * kKeys, math_thread);
-      step<true>(shared, walk, own_rows, scale_log2, limit(i));
-    }
+    for (; i < blocks && i < clear_blocks; ++i) step<false>(shared, walk, own_rows, scale_log2, 0, left(i + 1));
+    for (; i < blocks; ++i) step<true>(shared, walk, own_rows, scale_log2, limit(i), left(i + 1));
     {
       const Turn<kStages> last(walk.block - 1);
       ptx::wgmma_fence();

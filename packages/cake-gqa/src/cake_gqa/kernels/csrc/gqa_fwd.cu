@@ -57,18 +57,23 @@ __device__ __forceinline__ void fetch(const Params& p, Shared& shared) {
     ptx::mbarrier_arrive(&shared.tile_full[at.stage]);
     if (tile.rows == 0) return;
     const int blocks = tile.blocks(kKeys), head = tile.head / p.group;
-    for (int i = blocks - 1; i >= 0; --i, ++block) {
-      const Turn<kStages> to(block);
-      const int row = tile.first_k + i * kKeys;
-      ptx::mbarrier_wait(&shared.k_empty[to.stage], 1 - to.parity);
-      load_tile<kKeys>(shared.k[to.stage], p.k, row, head, &shared.k_full[to.stage]);
+    if (blocks == 0) continue;
+    for (int i = blocks - 1; i >= -1; --i) {  // k of block i, then v of the one before, which is needed later
+      if (i >= 0) {
+        const Turn<kStages> to(block);
+        ptx::mbarrier_wait(&shared.k_empty[to.stage], 1 - to.parity);
+        load_tile<kKeys>(shared.k[to.stage], p.k, tile.first_k + i * kKeys, head, &shared.k_full[to.stage]);
+        ++block;
+      }
       if (i == blocks - 1) {
         ptx::mbarrier_wait(&shared.q_empty, (loaded + 1) % 2);
         load_tile<kQueryTile>(shared.q, p.q, tile.first_q, tile.head, &shared.q_full);
         ++loaded;
+      } else {
+        const Turn<kStages> to(i >= 0 ? block - 2 : block - 1);
+        ptx::mbarrier_wait(&shared.v_empty[to.stage], 1 - to.parity);
+        load_tile<kKeys>(shared.v[to.stage], p.v, tile.first_k + (i + 1) * kKeys, head, &shared.v_full[to.stage]);
       }
-      ptx::mbarrier_wait(&shared.v_empty[to.stage], 1 - to.parity);
-      load_tile<kKeys>(shared.v[to.stage], p.v, row, head, &shared.v_full[to.stage]);
     }
   }
 }

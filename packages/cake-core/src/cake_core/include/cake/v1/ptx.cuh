@@ -222,8 +222,8 @@ __device__ __forceinline__ void wait_for_the_kernel_before() {
 // of its operands at once, into registers that it does not have.
 __device__ __forceinline__ void hold_memory() { asm volatile("" ::: "memory"); }
 
-// No instruction: these values are computed before this point. The compiler would rather compute them behind a wait that
-// they need not wait for.
+// No instruction: these values are computed before this point. The compiler would rather compute them behind a wait
+// that they need not wait for.
 template <int N>
 __device__ __forceinline__ void have(float (&v)[N]) {
 #pragma unroll

@@ -26,7 +26,7 @@ inline void load_bulk(void* shared, const void* global, int bytes, uint64_t* bar
   products();  // their proxy has to know of the bytes that come
   std::memset(shared, 0xff, bytes);
   auto& copies = lane().open;
-  copies.push_back({shared, global, false, bytes});
+  copies.push_back({shared, global, false, bytes, true});
   copies.push_back({barrier, nullptr, true});
   ++cta->arrivals;
 }
@@ -35,7 +35,7 @@ inline void load_bulk(void* shared, const void* global, int bytes, uint64_t* bar
 template <typename Source>
 void load_box(void* tile, int bytes, uint64_t* barrier, const Source& source) {
   check_shared(tile, 1024);
-  check_shared(static_cast<const char*>(tile) + bytes - 16, 16);
+  if (offset_in_shared(tile) + bytes > cta->dynamic_bytes) stop("a box is behind the end of the dynamic shared memory");
   check_shared(barrier, 8);
   products();
   std::memset(tile, 0xff, bytes);

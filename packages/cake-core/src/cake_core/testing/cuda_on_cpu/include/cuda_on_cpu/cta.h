@@ -22,7 +22,7 @@ struct Copy {
   const void* from;       // null: zeros
   bool arrives = false;   // no bytes: once the copies before it are there, this lane arrives at the mbarrier `to`
   int block = 0;          // bytes of a block, or 0: a copy of 16
-  bool by_proxy = false;  // a piece of a box: written by the async proxy, as blocks are
+  bool by_proxy = false;  // a block or a piece of a box
 };
 
 struct Store {  // of a block of shared memory
