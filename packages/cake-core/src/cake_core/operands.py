@@ -215,15 +215,15 @@ def check_output(
     inputs: Mapping[str, Tensor],
     outputs: Mapping[str, Tensor | None],
 ) -> None:
-    """Check one output that the caller gives. ``inputs`` has x first; ``outputs`` are the other given ones.
+    """Check one output that the caller gives, which lives with the first input. ``outputs`` are the other given ones.
 
     Raises: TypeError when it is no tensor; ValueError for another device, dtype or shape, for elements that share
     memory, for memory that another tensor of the call reaches, and for an inference tensor outside of that mode.
     """
     check_tensors(entry, **{name: value}, **{key: given for key, given in outputs.items() if given is not None})
-    x = inputs["x"]
+    first, x = next(iter(inputs.items()))
     if device.device_of(value) != device.device_of(x):
-        raise ValueError(message(entry, name, f"on {value.device}", f"the device of x, {x.device}"))
+        raise ValueError(message(entry, name, f"on {value.device}", f"the device of {first}, {x.device}"))
     if value.dtype not in dtypes:
         raise ValueError(message(entry, name, str(value.dtype), one_of(dtypes)))
     check_shape(entry, name, value, shape, "shape")
@@ -265,9 +265,9 @@ def check_needed(entry: str, needs: Sequence[bool], **given: Tensor | None) -> N
             )
 
 
-def check_untraced(entry: str, **given: Tensor | None) -> None:
-    """Raises: ValueError for an output that the caller gives to a call that a compiler or a tracer records: a graph
-    would lack what a kernel writes to it."""
+def check_untraced(entry: str, **given: object) -> None:
+    """Raises: ValueError for an output, or a source of outputs, that the caller gives to a call that a compiler or a
+    tracer records: a graph would lack what a kernel writes to it."""
     if torch.compiler.is_compiling() or _records():
         for name, value in given.items():
             if value is not None:

@@ -80,6 +80,12 @@ def test_columns_that_no_input_has_are_free(lead: tuple[int, ...]) -> None:
         _given("dx", wide[..., 1:9], x=torch.ones(*lead, 5, 8), dy=x)
 
 
+def test_an_output_elsewhere_names_the_first_operand() -> None:
+    x = torch.ones(4, 8)
+    with pytest.raises(ValueError, match=r"^entry: out is on meta; needs the device of q, cpu$"):
+        operands.check_output("entry", "out", x.to("meta"), x.shape, (x.dtype,), inputs={"q": x, "k": x}, outputs={})
+
+
 def test_single_rows_of_one_buffer_are_told_apart() -> None:
     wide = torch.ones(4, 24)
     _given("out", wide[:1, :8], x=wide[:1, 8:16])
@@ -133,13 +139,19 @@ def restored_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sizes", [(64, 128, 128), (64, 64, 128), (128, 64, 128)])
+@pytest.mark.parametrize(
+    "sizes", [(64, 128, 128), (64, 64, 128), (128, 64, 128), (1, 128, 64), (64, 128, 1), (33, 1, 64), (1, 64, 1)]
+)
+@pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
 def test_a_product_has_its_bits_in_every_batch_and_with_any_number_of_threads(
-    sizes: tuple[int, int, int], dtype: torch.dtype, restored_threads: None
+    transposed: str, sizes: tuple[int, int, int], dtype: torch.dtype, restored_threads: None
 ) -> None:
-    """torch.bmm alone fails this in FP64: two matrices on three threads are cut."""
+    """torch.bmm alone fails this in FP64: two matrices on three threads are cut. So does a batch that is filled up by
+    copying transposed matrices into rows, and one vector on one thread."""
     m, k, n = sizes
     a, b = normal(0, 8, m, k, dtype=dtype), normal(1, 8, k, n, dtype=dtype)
+    a = a.mT.contiguous().mT if "a" in transposed else a
+    b = b.mT.contiguous().mT if "b" in transposed else b
     torch.set_num_threads(1)
     want = cpu_math.products(a, b)
     torch.testing.assert_close(want.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
@@ -148,20 +160,21 @@ def test_a_product_has_its_bits_in_every_batch_and_with_any_number_of_threads(
         for some in (1, 2, 5, 8):
             got = torch.cat([cpu_math.products(a[i : i + some], b[i : i + some]) for i in range(0, 8, some)])
             assert torch.equal(got, want), f"{some} matrices on {threads} threads"
-    assert torch.equal(cpu_math.products(a.view(2, 4, m, k), b.view(2, 4, k, n)), want.view(2, 4, m, n))
+    assert torch.equal(cpu_math.products(a.unflatten(0, (2, 4)), b.unflatten(0, (2, 4))), want.view(2, 4, m, n))
 
 
 def test_products_of_nothing() -> None:
     assert cpu_math.products(torch.ones(0, 3, 4, 5), torch.ones(0, 3, 5, 6)).shape == (0, 3, 4, 6)
 
 
-@pytest.mark.parametrize("function", [cpu_math.exp, cpu_math.sigmoid])
+@pytest.mark.parametrize("function", [cpu_math.exp, cpu_math.log, cpu_math.sigmoid])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_element_has_its_bits_wherever_it_stands(
     function: Callable[[Tensor], Tensor], dtype: torch.dtype, restored_threads: None
 ) -> None:
     """torch.exp takes another routine for the elements behind the last whole vector."""
     z = normal(2, 40_001, dtype=dtype)
+    z = z.abs() if function is cpu_math.log else z
     torch.set_num_threads(1)
     want = function(z)
     torch.testing.assert_close(want, getattr(torch, function.__name__)(z))

@@ -12,7 +12,7 @@ from cake_core.testing.cuda_on_cpu.emulation import Program, compile_program, ra
 from torch import Tensor
 
 CSRC = Path(__file__).parent / "products"
-SUM, ROWS, TURNS = 128, 64, 6
+SUM, ROWS, TURNS, BOX_ROWS = 128, 64, 6, 40
 SEEDS = range(6)
 
 
@@ -70,10 +70,13 @@ def outcome(
 ) -> str:
     """The launch's error, "wrong" or "right"."""
     shapes = {"Product": (64, 128, SUM), "Pipeline": (64, 64, SUM), "Warp": (16, 16, SUM), "Tf32": (16, 16, SUM)} | {
-        "Blocks": (64, 64, SUM)
+        "Blocks": (64, 64, SUM),
+        "Boxes": (64, 64, SUM),
     }
     a, b = operands(*shapes.get(kernel, (64, 64, 64 * TURNS)))
     want = reference(a, b, k=8 if kernel == "Tf32" else 16)
+    if kernel == "Boxes":
+        want[BOX_ROWS:] = 0.0
     if kernel == "Pipeline":
         want += reference(a[:, SUM // 2 :], b[:, SUM // 2 :])
     try:
@@ -97,6 +100,11 @@ def test_products_of_a_warpgroup(
     for seed in SEEDS[: 2 if warpgroups > 1 else None]:
         got = run(program, a, b, a_columns=a_columns, b_columns=b_columns, registers=registers, seed=seed)
         assert torch.equal(got, want)
+
+
+def test_products_of_80_columns(program: Program) -> None:
+    a, b = operands(2 * ROWS, 80)
+    assert torch.equal(run(program, a, b), reference(a, b))
 
 
 def test_two_products_of_one_group_add_up(program: Program) -> None:
@@ -216,6 +224,29 @@ def test_blocks_come_and_leave(program: Program) -> None:
 def test_faults_of_blocks(program: Program, fault: str, text: str) -> None:
     seen = [outcome(program, "Blocks", fault, seed) for seed in SEEDS]
     assert all(text in each for each in seen) or (fault == "TakesEarly" and text in seen)
+
+
+def test_boxes_of_tensors_come(program: Program) -> None:
+    """Swizzled as products read them, zeros behind the last row, whichever comes first."""
+    assert {outcome(program, "Boxes", "None", seed) for seed in SEEDS} == {"right"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("TakesEarly", f"{NOT_FENCED}|reads it|wrong"),
+        ("NextTooEarly", "while a product reads it"),
+        ("OneArrivalLess", NEVER),
+        ("Misaligned", "is not aligned"),
+        ("BehindTheEnd", "behind the end of the dynamic shared memory"),
+        ("Bytes", "another size than its barrier expects"),
+        ("Matrix", "not inside of its tensor"),
+    ],
+)
+def test_faults_of_boxes(program: Program, fault: str, text: str) -> None:
+    seen = [outcome(program, "Boxes", fault, seed) for seed in SEEDS]
+    found = [each for each in seen if re.search(text, each)]
+    assert len(found) == len(seen) or (fault in ("TakesEarly", "NextTooEarly") and found)
 
 
 @pytest.mark.parametrize(

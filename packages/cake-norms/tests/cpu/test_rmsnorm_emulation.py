@@ -149,7 +149,7 @@ def test_a_launch_takes_no_shared_memory_from_a_wider_one_of_another_thread(prog
 
 
 def test_the_driver_is_asked_for_shared_memory_once_by_every_thread(programs: dict[str, Program]) -> None:
-    """It costs the host as much as half of a launch; another device, which has other kernels, is asked again."""
+    """Not at every launch. Another device, which has other kernels, is asked again."""
     program, hidden = programs["rmsnorm_bwd"], 16384
     x, w = randn(2, hidden, seed=1), randn(hidden, seed=2)
     asked = program.native.cuda_on_cpu_asked

@@ -1,6 +1,7 @@
 // Products of tensor cores for the emulation, right ones and, as p.fault asks, wrong ones.
 #include "cake/v1/launch.h"
 #include "cake/v1/ptx_bulk.cuh"
+#include "cake/v1/ptx_tensor.cuh"
 #include "cake/v1/smem.cuh"
 #include "cake/v1/wgmma.cuh"
 #include "products.h"
@@ -259,6 +260,44 @@ __global__ __launch_bounds__(128) void blocks(const __grid_constant__ Products p
   }
 }
 
+// a, of which kBoxRows rows are there, and b come as boxes of tensors.
+struct Boxes {
+  Products p;
+  TensorMap a, b;
+};
+
+__global__ __launch_bounds__(128) void boxes(const __grid_constant__ Boxes x) {
+  using Side = Tiles<Along::kRows, kRows>;
+  const Products& p = x.p;
+  char* const a = dynamic_shared<char>();
+  char* const b = a + Side::kBytes;
+  auto* const arrived = reinterpret_cast<uint64_t*>(b + Side::kBytes);  // of the first 64 columns, of the others
+  if (threadIdx.x < 2) ptx::mbarrier_init(&arrived[threadIdx.x], p.fault == kOneArrivalLess ? 3 : 2);
+  ptx::fence_mbarrier_init();
+  __syncthreads();
+  const int bytes = p.fault == kBytes ? Side::kTileBytes - 128 : Side::kTileBytes;
+  if (threadIdx.x == 0) {
+    char* const to = p.fault == kMisaligned ? a + 128 : p.fault == kBehindTheEnd ? b + Side::kBytes : a;
+    for (int half = 0; half < 2; ++half) {
+      ptx::tensor_load(to + half * Side::kTileBytes, x.a, half * kMapColumns, 0, p.fault == kMatrix ? 1 : 0, bytes,
+                       &arrived[half]);
+      ptx::tensor_load(b + half * Side::kTileBytes, x.b, half * kMapColumns, 0, 0, bytes, &arrived[half]);
+    }
+  }
+  float d[kRows / 2];
+  for (int half = 0; half < 2; ++half) {
+    if (p.fault != kTakesEarly || half == 0) ptx::mbarrier_wait(&arrived[half], 0);
+    ptx::wgmma_fence();
+    multiply<4>(d, Operand<Along::kRows>(a + half * Side::kTileBytes, 0),
+                Operand<Along::kRows>(b + half * Side::kTileBytes, 0), half > 0);
+    ptx::wgmma_commit();
+  }
+  if (p.fault == kNextTooEarly && threadIdx.x == 0) ptx::tensor_load(a, x.a, 0, 8, 0, bytes, &arrived[0]);
+  ptx::wgmma_wait<0>();
+  ptx::settle(d);
+  store(p.out, d);
+}
+
 // One warp, 16 x 16 over kSum: a and b through ldmatrix, b stored along its rows or, kTrans, along its columns.
 template <bool kTrans>
 __global__ __launch_bounds__(32) void warp_product(const __grid_constant__ Products p) {
@@ -343,8 +382,15 @@ void launch_products(Program program, const Variant& v, int warpgroups, const Pr
   if (program == kWarp)
     (void)launch(v.b_columns ? warp_product<true> : warp_product<false>, {1, 32, kWarpBytes}, stream, p);
   if (program == kBlocks) (void)launch(blocks, {1, 128, 2 * kRows * kSum * 2 + 8}, stream, p);
+  if (program == kBoxes) {
+    Boxes x = {p};
+    (void)make_tensor_map(x.a, p.a, kSum, kBoxRows, 2 * kSum, 1, 0, kRows);
+    (void)make_tensor_map(x.b, p.b, kSum, kRows, 2 * kSum, 1, 0, kRows);
+    (void)launch(boxes, {1, 128, 2 * kRows * kSum * 2 + 16}, stream, x);
+  }
   if (program == kTf32) (void)launch(tf32_product, {1, 32}, stream, p);
   if (program > kTwice) return;
+  if (v.n == 80) return launch_product<80, Along::kRows, Along::kRows, false, 1>(warpgroups, p, stream);
   v.n == 64 ? launch_product<64>(v, program == kTwice, warpgroups, p, stream)
             : launch_product<128>(v, program == kTwice, warpgroups, p, stream);
 }

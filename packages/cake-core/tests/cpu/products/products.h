@@ -42,6 +42,9 @@ enum Fault {
   kNoInit,
   kTakesEarly,  // a stage, before it is full
   kOneArrivalLess,
+  kBytes,        // of a box, fewer than it has
+  kMatrix,       // of a box, behind the last one
+  kNextTooEarly  // the next box comes to a tile that a product reads
 };
 
 struct Products {
@@ -51,7 +54,9 @@ struct Products {
   Fault fault;
 };
 
-enum Program { kProduct, kTwice, kPipeline, kNamedRelay, kMbarrierRelay, kWarp, kTf32, kBlocks };
+enum Program { kProduct, kTwice, kPipeline, kNamedRelay, kMbarrierRelay, kWarp, kTf32, kBlocks, kBoxes };
+
+constexpr int kBoxRows = 40;  // of a that the boxes' tensor has; a tile has zeros behind them
 
 struct Variant {
   int n;

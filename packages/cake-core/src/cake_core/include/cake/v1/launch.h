@@ -11,8 +11,7 @@ struct Shape {
   unsigned grid;
   unsigned threads;
   int shared = 0;  // bytes, dynamic
-  int most =
-      0;  // where one above kDefaultShared is not the same in all launches of the kernel: the most on this device
+  int most = 0;    // the most of all launches of the kernel on this device, where they differ above kDefaultShared
 };
 
 // Bytes of shared memory that one CTA of the current device can have, static and dynamic together; 0 when the device
@@ -23,9 +22,16 @@ inline int shared_limit() {
   return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess ? bytes : 0;
 }
 
-// Lets a kernel have more than kDefaultShared bytes on the current device. The driver is asked once by every thread: a
-// question costs as much as half of a launch. Always the same number for a kernel and device: another thread may launch
-// it with more between this call and its own launch.
+// Multiprocessors of the current device, the CTAs of a grid that deals its work out; 1 when the device does not answer.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 1;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
+}
+
+// Lets a kernel have more than kDefaultShared bytes on the current device. The driver is asked once by every thread,
+// not at every launch. Always the same number for a kernel and device: another thread may launch it with more between
+// this call and its own launch.
 inline cudaError_t allow_shared(const void* kernel, int bytes) {
   struct Known {
     const void* kernel;

@@ -27,6 +27,22 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float low, float high) {
   return packed;
 }
 
+// cvt.rn.f16x2.f32: the same in FP16, which has three more bits and ends at 65504.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.f32.f16 of the two halves, exact.
+__device__ __forceinline__ float2 cvt_f32_f16x2(uint32_t packed) {
+  float2 wide;
+  asm("{\n .reg .f16 low, high;\n mov.b32 {low, high}, %2;\n cvt.f32.f16 %0, low;\n cvt.f32.f16 %1, high;\n}"
+      : "=f"(wide.x), "=f"(wide.y)
+      : "r"(packed));
+  return wide;
+}
+
 // bar.sync id, threads: named barrier of `threads` threads (a multiple of 32, whole warps). Every one of them has to
 // arrive; what they wrote to shared memory before is visible to all of them after. Barrier 0 is __syncthreads.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
@@ -205,6 +221,14 @@ __device__ __forceinline__ void wait_for_the_kernel_before() {
 // No instruction: memory accesses before and after it stay where they are. Keeps a long unrolled loop from loading all
 // of its operands at once, into registers that it does not have.
 __device__ __forceinline__ void hold_memory() { asm volatile("" ::: "memory"); }
+
+// No instruction: these values are computed before this point. The compiler would rather compute them behind a wait
+// that they need not wait for.
+template <int N>
+__device__ __forceinline__ void have(float (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(v[i]));
+}
 
 // No instruction: the compiler forgets what it knows about these registers. Values derived from them before this
 // point are computed again after it instead of being kept alive, which trades arithmetic for registers.

@@ -26,7 +26,23 @@ inline void load_bulk(void* shared, const void* global, int bytes, uint64_t* bar
   products();  // their proxy has to know of the bytes that come
   std::memset(shared, 0xff, bytes);
   auto& copies = lane().open;
-  copies.push_back({shared, global, false, bytes});
+  copies.push_back({shared, global, false, bytes, true});
+  copies.push_back({barrier, nullptr, true});
+  ++cta->arrivals;
+}
+
+// source(offset in the tile, not swizzled): where its 16 bytes come from, null for zeros.
+template <typename Source>
+void load_box(void* tile, int bytes, uint64_t* barrier, const Source& source) {
+  check_shared(tile, 1024);
+  if (offset_in_shared(tile) + bytes > cta->dynamic_bytes) stop("a box is behind the end of the dynamic shared memory");
+  check_shared(barrier, 8);
+  products();
+  std::memset(tile, 0xff, bytes);
+  auto& copies = lane().open;
+  for (int at = 0; at < bytes; at += 16) {
+    copies.push_back({static_cast<char*>(tile) + (at ^ (at >> 3 & 0x70)), source(at), false, 0, true});
+  }
   copies.push_back({barrier, nullptr, true});
   ++cta->arrivals;
 }

@@ -44,11 +44,14 @@ const char* finish(const Copies& copies) {
     if (copy.arrives) {
       --cta->arrivals;
       if (const char* wrong = arrive_at(copy.to)) return wrong;
-    } else if (copy.from != nullptr) {
-      std::memcpy(copy.to, copy.from, copy.block == 0 ? 16 : copy.block);
-      if (copy.block != 0) cta->proxy_wrote(copy.to, copy.block);
     } else {
-      std::memset(copy.to, 0, 16);
+      const size_t bytes = copy.block == 0 ? 16 : copy.block;
+      if (copy.from != nullptr) {
+        std::memcpy(copy.to, copy.from, bytes);
+      } else {
+        std::memset(copy.to, 0, bytes);
+      }
+      if (copy.by_proxy) cta->proxy_wrote(copy.to, bytes);
     }
   }
   return nullptr;
@@ -62,29 +65,45 @@ inline void arrive_all_but(size_t pending) {
   }
 }
 
-// Between the turns of the lanes: all copies of some lane that an mbarrier counts arrive, whatever the lane does.
-// What is wrong, or null.
+// The copies of some arrival of a list, which become its own: those of the async proxy arrive in any order, others
+// behind all that were started before. What is wrong, or null.
+inline const char* some_arrive(std::vector<Copy>& copies) {
+  size_t arrivals = 0;
+  for (const Copy& copy : copies) arrivals += copy.arrives;
+  size_t skipped = random_below(static_cast<uint32_t>(arrivals)), begin = 0, end = 0;
+  for (bool ordered = false;; ++end) {
+    ordered |= !copies[end].arrives && !copies[end].by_proxy;
+    if (!copies[end].arrives) continue;
+    if (skipped-- == 0) break;
+    if (!ordered) begin = end + 1;
+  }
+  const std::vector<Copy> arrived(copies.begin() + begin, copies.begin() + end + 1);
+  copies.erase(copies.begin() + begin, copies.begin() + end + 1);
+  return finish(arrived);
+}
+
+// Between the turns of the lanes: copies of some lane that an mbarrier counts arrive, whatever the lane does. What is
+// wrong, or null.
 inline const char* copies_arrive() {
   const auto counted = [](const std::vector<Copy>& copies) {
-    size_t end = copies.size();
-    while (end > 0 && !copies[end - 1].arrives) --end;
-    return end;
+    for (const Copy& copy : copies) {
+      if (copy.arrives) return true;
+    }
+    return false;
   };
   const size_t n = cta->lanes.size(), first = random_below(static_cast<uint32_t>(n));
   for (size_t i = 0; i < n; ++i) {
     Lane& lane = cta->lanes[(first + i) % n];
     size_t groups = lane.groups.size();
-    const size_t open = counted(lane.open);
-    while (open == 0 && groups > 0 && counted(lane.groups[groups - 1]) == 0) --groups;
-    if (open + groups == 0) continue;
+    const bool open = counted(lane.open);
+    while (!open && groups > 0 && !counted(lane.groups[groups - 1])) --groups;
+    if (!open && groups == 0) continue;
     // The groups stay, empty: they are counted by the waits to come.
     for (size_t g = 0; g < groups; ++g) {
       if (const char* wrong = finish(lane.groups[g])) return wrong;
       lane.groups[g].clear();
     }
-    const std::vector<Copy> copies(lane.open.begin(), lane.open.begin() + open);
-    lane.open.erase(lane.open.begin(), lane.open.begin() + open);
-    return finish(copies);
+    return open ? some_arrive(lane.open) : nullptr;
   }
   return nullptr;
 }

@@ -19,9 +19,10 @@ namespace cuda_on_cpu {
 
 struct Copy {
   void* to;
-  const void* from;      // null: zeros
-  bool arrives = false;  // no bytes: once the copies before it are there, this lane arrives at the mbarrier `to`
-  int block = 0;         // bytes of a block, or 0: a copy of 16
+  const void* from;       // null: zeros
+  bool arrives = false;   // no bytes: once the copies before it are there, this lane arrives at the mbarrier `to`
+  int block = 0;          // bytes of a block, or 0: a copy of 16
+  bool by_proxy = false;  // a block or a piece of a box
 };
 
 struct Store {  // of a block of shared memory
@@ -71,8 +72,9 @@ struct Cta {
 
 inline Cta* cta = nullptr;
 inline Lane& lane() { return cta->lanes[cta->current]; }
-inline int device = 0;                           // current one
-inline int shared_limit = 227 * 1024;            // of the device
+inline int device = 0;                 // current one
+inline int shared_limit = 227 * 1024;  // of the device
+constexpr int kMultiprocessors = 3;
 inline std::map<const void*, size_t> shared_of;  // raised by cudaFuncSetAttribute, per kernel
 inline uint64_t random_state = 1;
 inline cudaError_t pending = cudaSuccess;

@@ -106,3 +106,15 @@ inline int __all_sync(unsigned mask, int predicate) {
 }
 
 inline size_t __cvta_generic_to_shared(const void* address) { return cuda_on_cpu::offset_in_shared(address); }
+
+// Of integers: CTAs run one after another, lanes in turn.
+inline int atomicAdd(int* address, int value) {
+  const int before = *address;
+  *address += value;
+  return before;
+}
+inline int atomicExch(int* address, int value) {
+  const int before = *address;
+  *address = value;
+  return before;
+}

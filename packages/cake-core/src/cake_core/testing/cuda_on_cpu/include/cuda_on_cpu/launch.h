@@ -43,10 +43,12 @@ inline const char* run_cta(Cta& work) {
   }
   const uint32_t warps = static_cast<uint32_t>(work.warp_gates.size());
   uint32_t paused = warps, rounds_left = 0;
+  bool held = false;
   for (;;) {
     if (rounds_left-- == 0) {  // hold one warp back for a while, so that the others run ahead as far as they can
       paused = random_below(2 * warps);
       rounds_left = random_below(48);
+      held = random_below(2) == 0;  // copies come when nobody can do without them
     }
     bool advanced = false, ready = false, all_done = true;
     const int start = static_cast<int>(random_below(n)), stride = 2 * static_cast<int>(random_below(n)) + 1;
@@ -71,7 +73,7 @@ inline const char* run_cta(Cta& work) {
       }
       return work.at_end != nullptr ? work.at_end() : nullptr;
     }
-    if (work.arrivals > 0 && (!ready || random_below(4) == 0)) {
+    if (work.arrivals > 0 && (!ready || (!held && random_below(4) == 0))) {
       if (const char* wrong = copies_arrive()) return wrong;
       continue;
     }
@@ -135,8 +137,9 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, i
   known = bytes;
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  return *value = cuda_on_cpu::shared_limit, cudaSuccess;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  *value = which == cudaDevAttrMultiProcessorCount ? cuda_on_cpu::kMultiprocessors : cuda_on_cpu::shared_limit;
+  return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return std::exchange(cuda_on_cpu::pending, cudaSuccess); }
 inline const char* cudaGetErrorName(cudaError_t) { return "cuda_on_cpu"; }

@@ -68,7 +68,7 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
 
 // ---- arithmetic: one rounding each, as on the device (-ffp-contract=off)
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

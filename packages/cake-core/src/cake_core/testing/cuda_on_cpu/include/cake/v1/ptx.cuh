@@ -17,6 +17,18 @@ inline uint32_t to_bf16(float f) {
 }
 inline uint32_t cvt_rn_bf16x2(float low, float high) { return to_bf16(high) << 16 | to_bf16(low); }
 
+inline uint32_t cvt_rn_f16x2(float low, float high) {
+  const _Float16 both[2] = {static_cast<_Float16>(low), static_cast<_Float16>(high)};
+  uint32_t packed;
+  std::memcpy(&packed, both, 4);
+  return packed;
+}
+inline float2 cvt_f32_f16x2(uint32_t packed) {
+  _Float16 both[2];
+  std::memcpy(both, &packed, 4);
+  return {static_cast<float>(both[0]), static_cast<float>(both[1])};
+}
+
 inline cuda_on_cpu::Gate& named_barrier(int id, int threads) {
   if (id < 0 || id > 15 || threads <= 0 || threads % 32 != 0) cuda_on_cpu::stop("no such named barrier");
   return cuda_on_cpu::cta->barriers[id];
@@ -173,6 +185,8 @@ inline void launch_dependents() {}
 inline void wait_for_the_kernel_before() {}
 
 inline void hold_memory() {}
+template <int N>
+void have(float (&)[N]) {}
 inline void forget(int&) {}
 inline void forget(uint4&) {}
 

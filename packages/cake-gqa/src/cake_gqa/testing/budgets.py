@@ -1,0 +1,69 @@
+"""Largest relative RMS error of each output against the FP64 definition on the same operands. Torch-free.
+
+``BUDGETS`` are for BF16 operands with scores of about one and documents of at least 500 tokens, on any device; they are
+start values until a device has measured them. Any budget refuses a scale error of two per cent.
+
+A backward has D = dout . out of the stored output, whose rounding is as large as all that is left of dP - D where few
+keys are seen or one key has nearly all the weight. Against the definition dq and dk then have a budget of
+``CANCELLING``; against the gradients for the stored output (``oracle.reference(stored=...)``) ``BUDGETS`` hold for all
+operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cake_core.testing.case import Budget
+
+__all__ = ["BUDGETS", "CANCELLING", "CPU", "budgets_of"]
+
+_EMULATED = (
+    "emulation.emulate on a CPU, worst of three seeds each of documents of 1000, 2048 and 1000 / 517 / 2049 / 18, "
+    "windows of 2049 to 26000 keys, groups 1 to 8, 2026-11-30; not measured on a device"
+)
+
+BUDGETS = {
+    "out": Budget(2.4e-3, 2.35e-3, _EMULATED),
+    "lse": Budget(1.5e-7, 4.1e-8, _EMULATED),
+    "dq": Budget(2.6e-3, 2.51e-3, _EMULATED),
+    "dk": Budget(2.6e-3, 2.50e-3, _EMULATED),
+    "dv": Budget(2.5e-3, 2.37e-3, _EMULATED),
+    "dk_fp32": Budget(2.0e-3, 1.87e-3, _EMULATED),
+    "dv_fp32": Budget(1.8e-3, 1.69e-3, _EMULATED),
+}
+"""``lse`` is of the rows that see a key. "dk_fp32" is dk of the forms that keep FP32, window and add. Over long windows
+the error of ``out`` goes to 2.35e-3: two roundings to BF16 of 1.66e-3, the weights' and the output's own."""
+
+CANCELLING = {
+    "some": Budget(
+        4.0e-3, 3.36e-3,
+        "as above; documents of 8 to 300 tokens, q of standard deviation 4 or q and k of uneven channels",
+    ),
+    "much": Budget(
+        8.0e-3, 6.93e-3,
+        "as above; documents of 2 and 3 tokens, 130 queries of 3 keys, q of standard deviation 30, a scale of 1",
+    ),
+}  # fmt: skip
+"""Of dq and dk, in every form."""
+
+_CPU = (
+    "CPU backend against oracle.reference(stored=out), x86-64, torch 2.13, one thread; two seeds, documents of 1 to "
+    "2049 tokens, windows of 4096 keys, groups 1 to 8, plain and FP32 forms, 2026-11-30"
+)
+
+CPU = {
+    "float64": Budget(1e-12, 2.4e-14, _CPU),
+    "float32": Budget(3e-6, 1.4e-6, _CPU),
+    "bfloat16": Budget(1.8e-3, 1.72e-3, _CPU),
+    "peaked float32": Budget(2e-5, 9.9e-6, _CPU + "; q of standard deviation 30, a softmax scale of 1"),
+}
+"""Of every output of the CPU backend by its dtype, gradients being those for the stored output: sums are FP32, or FP64
+for FP64 operands, and rounded once. A score of 100 has an error of 100 * 2^-24 in FP32, and so has its exponential."""
+
+
+def budgets_of(cancels: str = "") -> Mapping[str, float]:
+    """Output -> relative RMS. ``cancels``: how much of dP - D does, a key of ``CANCELLING`` or ""."""
+    found = {name: budget.rel_rms for name, budget in BUDGETS.items()}
+    if cancels:
+        found |= dict.fromkeys(("dq", "dk", "dk_fp32"), CANCELLING[cancels].rel_rms)
+    return found
