@@ -66,7 +66,9 @@ def check_layout_names(entry: str, chunk_size: Any, head_first: Any, transpose_s
         raise ValueError(message(entry, "head_first", repr(head_first), "False", "pass [B, T, heads, 128]"))
     if transpose_state_layout is not None:
         got = repr(transpose_state_layout)
-        raise ValueError(message(entry, "transpose_state_layout", got, "None", "state_v_first=True"))
+        raise ValueError(
+            message(entry, "transpose_state_layout", got, "None", f"state_v_first={bool(transpose_state_layout)}")
+        )
 
 
 def check_no_state(entry: str, initial_state: Any, output_final_state: bool) -> None:

@@ -105,8 +105,8 @@ CASES = [
     # Values of host arguments.
     case("chunk-size", ValueError, r": chunk_size is 32; needs 64", op(chunk_size=32)),
     case("head-first", ValueError, r": head_first is True", op(head_first=True)),
-    case("transposed", ValueError, r": transpose_state_layout is True.*state_v_first", op(transpose_state_layout=True)),
-    case("untransposed", ValueError, r": transpose_state_layout is False.*state_v_first",
+    case("transposed", ValueError, r"layout is True.*state_v_first=True", op(transpose_state_layout=True)),
+    case("untransposed", ValueError, r": transpose_state_layout is False.*state_v_first=False",
          op(transpose_state_layout=False)),
     case("plan-odd", ValueError, r": plan is 3", op(plan=3)),
     case("plan-zero", ValueError, r": plan is 0", op(plan=0)),
@@ -212,6 +212,15 @@ CASES = [
          lambda: gdn_workspace_bytes(6.0, 2, 1, 2)),
     case("bytes-heads", ValueError, r"gdn_saved_bytes: num_v_heads is 3",
          lambda: gdn_saved_bytes(6, 2, 2, 3, save="full", use_qk_l2norm_in_kernel=True)),
+    case("bytes-save-list", TypeError, r"gdn_saved_bytes: save is",
+         lambda: gdn_saved_bytes(6, 2, 1, 2, save=["full"], use_qk_l2norm_in_kernel=True)),
+    case("bytes-tapes", TypeError, r"gdn_workspace_bytes: tape_dtype is",
+         lambda: gdn_workspace_bytes(6, 2, 1, 2, tape_dtype=torch.float32)),
+    case("bytes-norm", TypeError, r"gdn_saved_bytes: use_qk_l2norm_in_kernel is 'no'",
+         lambda: gdn_saved_bytes(6, 2, 1, 2, save="full", use_qk_l2norm_in_kernel="no")),
+    case("bytes-context", TypeError, r"gdn_saved_bytes: cp_context is int",
+         lambda: gdn_saved_bytes(6, 2, 1, 2, save="full", use_qk_l2norm_in_kernel=True, cp_context=3)),
+    case("comm-context", TypeError, r"gdn_kcp_comm_bytes: ctx is list", lambda: gdn_kcp_comm_bytes([], 2)),
     case("comm-heads", ValueError, r"gdn_kcp_comm_bytes: num_v_heads is 0", lambda: gdn_kcp_comm_bytes(ONE_RANK, 0)),
 ]  # fmt: skip
 
