@@ -86,6 +86,9 @@ class GdnSaved:
     def check(self, now: Record, *, entry: str) -> None:
         """Raises: ValueError naming the first field in which the backward's call differs."""
         for field, was, wanted in zip(Record._fields, self.record or now, now, strict=True):
+            if was is not wanted and field == "cp_context" and was is not None and wanted is not None:
+                got, needed = "of a forward with another cp_context object", "one with the very cp_context of this call"
+                raise ValueError(message(entry, "saved", got, needed, "keep one context a batch layout"))
             if was is not wanted and (field == "cp_context" or was != wanted):
                 got = f"of a forward with {field} {was!r}"
                 raise ValueError(message(entry, "saved", got, f"one with {field} {wanted!r}, as this call has"))
