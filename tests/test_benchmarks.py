@@ -594,6 +594,25 @@ def test_a_page_that_differs_is_found_and_rewritten(
     assert "stale" not in text
 
 
+def test_peers_of_a_process_that_ran_out_of_time_are_named(tables: ModuleType) -> None:
+    """A shape that another process timed beside other peers is not one that the first one's peers were timed at."""
+    base = newest(NORMS / "benchmarks/results")[0]
+    row = next(row for row in base["rows"] if row["impl"] == "cake" and row["op"] == "rmsnorm")
+
+    def doc(peer: str, shapes: tuple[str, ...], *absent: str) -> dict[str, Any]:
+        impls = ({}, {"impl": peer, "variant": "", "version": "1"})
+        rows = [{**row, "shape": shape, **impl} for shape in shapes for impl in impls]
+        return {
+            **base,
+            "rows": rows,
+            "absent": [bench.absence("late", impl="all", op="rmsnorm", shape=s) for s in absent],
+        }
+
+    docs = [doc("old", ("a",), "b", "c"), doc("new", ("a", "b"), "c")]
+    lines = [line for line in tables.section(docs, "rmsnorm").splitlines() if "not timed" in line]
+    assert lines == ["* not timed: old 1 at b: late", "* not timed: all at c: late"]
+
+
 def test_every_plot_is_of_the_stored_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its heading names date and commit; a link to it stands on the page."""
     monkeypatch.syspath_prepend(ROOT / "tools")

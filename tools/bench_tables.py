@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cake_core.bench_report import error_table, markdown_table, means_line, newest
+from cake_core.bench_report import error_table, label, markdown_table, means_line, newest
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = re.compile(r"(<!-- bench: (\w+)(?: (ms|errors))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
@@ -53,15 +53,32 @@ def section(docs: list[dict[str, Any]], op: str, kind: str | None = None) -> str
         again = [*dict.fromkeys(row["shape"] for row in each["rows"] if row["op"] == op)]
         if again and each["git_sha"] != doc["git_sha"]:
             lines.append(f"* timed at commit {each['git_sha']}: {', '.join(again)}")
-    # A process that ran out of time left shapes to another one.
-    timed = {row["shape"] for each in docs for row in each["rows"] if row["op"] == op}
-    absent = [one for each in docs for one in each.get("absent", ()) if one["op"] in ("", op)]
-    for one in absent:
-        if one["impl"] == "all" and one["shape"] in timed:
-            continue
-        what = " ".join(filter(None, (one["impl"], one["version"], one["pass"], one["shape"])))
-        lines.append(f"* not timed: {what}: {one['reason']}")
+    lines += _absences(docs, op)
     return "\n".join([*lines, ""] if lines[-1] else lines)
+
+
+def _absences(docs: list[dict[str, Any]], op: str) -> list[str]:
+    """A line each for what was not timed. A process that ran out of time left shapes to another one, which need not
+    have had the same peers: those of its peers that no process timed there are named."""
+    rows = [[(label(row), row["shape"]) for row in each["rows"] if row["op"] == op] for each in docs]
+    timed = {found for each in rows for found in each}
+    shapes = {shape for _, shape in timed}
+    missing: dict[tuple[str, str], dict[str, None]] = {}  # (who, reason): shapes
+    lines: dict[str, None] = {}
+    for each, own in zip(docs, rows, strict=True):
+        impls = [*dict.fromkeys(impl for impl, _ in own)]
+        for one in each.get("absent", ()):
+            if one["op"] not in ("", op):
+                continue
+            shape = one["shape"]
+            if one["impl"] != "all":
+                what = " ".join(filter(None, (one["impl"], one["version"], one["pass"], shape)))
+                lines[f"* not timed: {what}: {one['reason']}"] = None
+            elif left := [impl for impl in impls if (impl, shape) not in timed] if shape in shapes else ["all"]:
+                missing.setdefault((", ".join(left), one["reason"]), {})[shape] = None
+    for (who, reason), where in missing.items():
+        lines[f"* not timed: {who} at {', '.join(where)}: {reason}"] = None
+    return [*lines]
 
 
 def filled(page: str, docs: list[dict[str, Any]]) -> str:
