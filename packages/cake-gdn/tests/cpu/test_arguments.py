@@ -85,8 +85,8 @@ def test_the_public_names_are_those_that_trainers_import() -> None:
 
 
 def test_signatures_are_those_of_the_spec() -> None:
-    """The positional order up to cp_context is fla-core's. No entry point takes a variant: a per-call variant would go
-    around deterministic mode."""
+    """The positional order up to cu_seqlens_cpu is fla-core's, whose chunk_indices the op makes itself. No entry point
+    takes a variant: a per-call variant would go around deterministic mode."""
     import cake_gdn
 
     passes = (
