@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # The ops of a package beside their peers on a machine with a CUDA device and torch; needs no network.
 #
-#   tools/bench_gpu.sh [--package cake-norms|cake-conv1d|cake-gdn] WHEELS [OUT] [ARGUMENTS OF THE PACKAGE'S bench_*.py ...]
+#   tools/bench_gpu.sh [--package cake-norms|cake-conv1d|cake-gdn|cake-gqa] WHEELS [OUT] [ARGUMENTS OF bench_*.py ...]
 #
 # WHEELS: the workspace's wheels (`uv build --all-packages --wheel`), what torch's environment lacks (apache-tvm-ffi, rich) and
 # the peers' wheels with what they need (fla-core: einops, and tilelang for the backward of cake-gdn; tilelang: z3-solver,
-# torch-c-dlpack-ext, apache-tvm-ffi < 0.1.13). A wheel may come compressed (NAME.whl.xz) or in pieces (NAME.whl.part*).
+# torch-c-dlpack-ext, apache-tvm-ffi < 0.1.13; flash-attn-4: nvidia-cutlass-dsl, quack-kernels, einops, torch-c-dlpack-ext).
+# A wheel may come compressed (NAME.whl.xz) or in pieces (NAME.whl.part*).
 # Several fla-core wheels: the newest runs with all peers, each other one in a process of its own. Of several apache-tvm-ffi
 # wheels the oldest is for the processes of cake-gdn, whose peers need tilelang, the newest for all others. causal-conv1d
 # may come as its source archive (causal_conv1d-*.tar.gz): it is compiled for this device, which takes minutes and nvcc,
 # the wheel is left in OUT.
-# OUT: folder for logs and documents; default bench-norms, bench-conv1d, bench-gdn. The package is cake-norms if none is
-# named. With --warm (cake-conv1d, cake-gdn) nothing is timed: all peers compile side by side into their caches, for a later
-# call on the same machine.
+# OUT: folder for logs and documents; default bench-norms, bench-conv1d, bench-gdn, bench-gqa. The package is cake-norms if
+# none is named. With --warm (all but cake-norms) nothing is timed: all peers compile side by side into their caches, for a
+# later call on the same machine.
 # GIT_SHA: commit of the sources, for the documents. Prints the short tables last; fails when a run failed.
 set -uo pipefail
 package=cake-norms
@@ -22,7 +23,8 @@ case $package in
   cake-norms) other=(--op gated_rmsnorm --rows peered --peers fla) ;;
   cake-conv1d) other=(--rows peered --peers fla torch) ;;
   cake-gdn) ;; # below: the same shapes
-  *) echo "--package $package: needs cake-norms, cake-conv1d or cake-gdn" >&2 && exit 2 ;;
+  cake-gqa) other=() ;;
+  *) echo "--package $package: needs cake-norms, cake-conv1d, cake-gdn or cake-gqa" >&2 && exit 2 ;;
 esac
 short=${package#cake-}
 wheels=${1:?folder with wheels}
@@ -98,6 +100,11 @@ case $package in
     try "$site" tilelang "pass"
     try "$site" flash_qla "pass"
     of_fla="from fla.ops.gated_delta_rule import chunk_gated_delta_rule"
+    ;;
+  cake-gqa)
+    try "$site" cutlass "pass"
+    try "$site" flash_attn.cute "from flash_attn.cute import flash_attn_varlen_func"
+    fla=() # no peer of it
     ;;
 esac
 for wheel in "${fla[@]}"; do try "$site:$work/$(basename "$wheel" .whl)" fla "$of_fla"; done

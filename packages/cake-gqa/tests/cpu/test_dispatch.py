@@ -94,6 +94,42 @@ def test_a_step_is_one_call_a_pass(recorder: Recorder) -> None:
             assert (leaf.grad == 3.0).all()
 
 
+def test_a_step_makes_its_results_and_nothing_else(recorder: Recorder) -> None:
+    """out and lse; dq, dk and dv. No view, no copy, no fill."""
+    with FakeCuda() as fake:
+        q, k, v, cu_q, cu_k = operands(fake)
+        dout = fake.cuda(normal(3, 7, 4, 256))
+        before = len(fake.allocations)
+        out = varlen_gqa_attention(
+            q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), cu_q, cu_k, max_seqlen_k=5
+        )
+        torch.autograd.grad(out, (q, k, v), dout)
+        made = [(allocation.by, allocation.nbytes) for allocation in fake.allocations[before:]]
+        assert made == [("runtime", nbytes) for nbytes in (7 * 4 * 512, 4 * 7 * 4, *[7 * 2 * 512] * 2, 7 * 4 * 512)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, F32, torch.float64])
+def test_cuda_serves_bf16_alone(recorder: Recorder, dtype: torch.dtype) -> None:
+    """Also under autocast, which casts nothing."""
+    with FakeCuda() as fake:
+        q, k, v, cu_q, cu_k = operands(fake)
+        wide = [t.to(dtype) for t in (q, k, v)]
+        with pytest.raises(ValueError, match=rf"varlen_gqa_attention: q is {dtype}; needs torch.bfloat16 on CUDA"):
+            varlen_gqa_attention(wide[0], wide[1], wide[2], cu_q, cu_k, max_seqlen_k=5)
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            with pytest.raises(ValueError, match=rf": q is {dtype}; needs torch.bfloat16 on CUDA"):
+                varlen_gqa_attention(wide[0], k, v, cu_q, cu_k, max_seqlen_k=5)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+        out, lse = varlen_gqa_attention_fwd(q, k, v, cu_q, cu_k)
+        with pytest.raises(ValueError, match=r": dkv_dtype is torch.float64; needs torch.bfloat16 or torch.float32"):
+            varlen_gqa_attention_bwd(
+                q, k, v, out, lse, q, cu_q, cu_k, max_seqlen_k=5, dkv_dtype=torch.float64, needs=(False, True)
+            )
+        assert len(recorder.calls) == 1
+
+
 def test_everything_happens_on_the_operands_device_and_stream(recorder: Recorder) -> None:
     """Device 1's operands with device 0 current: nothing is allocated on 0, device 1's stream is used."""
     with FakeCuda(devices=2) as fake, fake.on_stream(1, 0x77):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from cake_core.testing.gates import assert_same_bits
+from cake_core.testing.gates import assert_rel_rms, assert_same_bits
 from cake_core.testing.operands import normal
 from cake_gqa import varlen_gqa_attention
+from cake_gqa.layouts import zigzag_layout
 from cake_gqa.testing import shapes, steps
 from torch import Tensor
 
@@ -47,9 +49,10 @@ def test_a_segment_in_a_pack_has_the_bits_of_its_own_call(heads: tuple[int, int]
         steps.assert_same_step(part(packed, step, n), step.document(n).run(), f"segment {n}")
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_segment_has_its_bits_with_any_number_of_threads(threads: int) -> None:
-    step = steps.make_step(shapes.PACKS["40-short"], (6, 2), dtype="float32")
+@pytest.mark.parametrize("heads", [(1, 1), (5, 1)])
+@pytest.mark.parametrize("threads", [2, 3])
+def test_a_segment_has_its_bits_with_any_number_of_threads(threads: int, heads: tuple[int, int]) -> None:
+    step = steps.make_step(shapes.PACKS["40-short"], heads, dtype="float32")
     torch.set_num_threads(threads)
     packed = step.run()
     torch.set_num_threads(1)
@@ -141,6 +144,41 @@ def test_empty_segments_anywhere(empty: tuple[int, int], where: str) -> None:
             for name, value in own.items():
                 blank = torch.full_like(value, -torch.inf) if name == "lse" else torch.zeros_like(value)
                 assert_same_bits(value, blank, f"{name} of the empty segment {n}")
+
+
+# --- ranks of context parallelism -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["split", "ceil"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_of_context_parallelism_together_are_the_whole_documents(ranks: int, rule: str) -> None:
+    """Each rank has two chunks of queries of every document and windows of the gathered keys: outputs and dq are those
+    rows of the whole call, and the gradients that the ranks add to the gathered keys are its dk and dv."""
+    documents, heads = (50, 31, 3), (4, 2)
+    whole = steps.make_step(documents, heads, dtype="float64")
+    want = whole.run()
+    sums = [torch.zeros(whole.k.shape, dtype=torch.float32) for _ in range(2)]
+    done = torch.zeros(84, dtype=torch.int64)
+    for rank in range(ranks):
+        layout = zigzag_layout(documents, ranks, rank, rule)
+        cu_q, cu_k, row_map = layout.tensors("cpu")
+        # The queries of a chunk are the last rows of its window.
+        sizes = [(b - a, d - c) for (a, b), (c, d) in zip(pairwise(layout.cu_q), pairwise(layout.cu_k), strict=True)]
+        ends = [row_map[end - nq : end] for (nq, _), end in zip(sizes, layout.cu_k[1:], strict=True)]
+        rows, windows = torch.cat(ends).long(), row_map.long()
+        own = steps.Step(
+            whole.q[rows], whole.k[windows], whole.v[windows], whole.dout[rows], cu_q, cu_k, layout.max_seqlen_k,
+            form="add", row_map=row_map, start=(sums[0], sums[1]),
+        )  # fmt: skip
+        got = own.differentiate()
+        for name in ("out", "dq"):
+            assert_rel_rms(got[name], want[name][rows], 1e-12, f"{name} of rank {rank}")
+        assert_rel_rms(got["lse"], want["lse"][:, rows], 1e-12, f"lse of rank {rank}")
+        sums = [got["dk_fp32"], got["dv_fp32"]]
+        done[rows] += 1
+    assert bool(done.eq(1).all()), "every query has a rank"
+    for name, total in zip(("dk", "dv"), sums, strict=True):
+        assert_rel_rms(total, want[name], 3e-7, name)
 
 
 # --- strides ----------------------------------------------------------------------------------------------------
