@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from cake_core.testing.fake_cuda import FakeCuda, recorded_launches
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
 from cake_core.testing.operands import normal
 from cake_gqa import varlen_gqa_attention
@@ -237,6 +238,23 @@ def test_a_gradient_of_any_layout_has_the_bits_of_a_dense_one(name: str) -> None
     dout = layouts_of_dout(step)[name]
     dense = replace(step, dout=dout.clone(memory_format=torch.contiguous_format))
     steps.assert_same_step(replace(step, dout=dout).differentiate(), dense.differentiate(), name)
+
+
+@pytest.mark.parametrize("name", layouts_of_dout(steps.make_step((1,), (2, 1))))
+def test_kernels_get_rows_that_they_can_read(name: str) -> None:
+    """flash-attention 355, 1149, 2541: whatever autograd hands over, and operands that share elements."""
+    step = steps.make_step((40, 25, (5, 9)), (8, 2))
+    with FakeCuda(devices=1) as fake, recorded_launches() as launches:
+        moved = replace(step, **{each: fake.cuda(getattr(step, each)) for each in ("q", "k", "v", "cu_q", "cu_k")})
+        dout = fake.place(layouts_of_dout(step)[name])
+        moved = replace(moved, dout=dout, q=moved.q[:, :1].expand_as(step.q) if name == "one head" else moved.q)
+        moved.differentiate()
+    rows = [t for launch in launches for t in launch.args if isinstance(t, Tensor) and t.dim() == 3 and t.dtype == BF16]
+    assert len(rows) >= 12
+    for t in rows:
+        assert t.stride(2) == 1
+        assert all(stride > 0 and stride % 8 == 0 for stride in t.stride()[:2])
+        assert t.data_ptr() % 16 == 0
 
 
 def test_the_gradient_of_a_sum() -> None:

@@ -46,10 +46,15 @@ def _configured() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def _accurate(step: Step, where: str, **options: Any) -> dict[str, Tensor]:
-    got = step.run(**options)
-    assert_accurate(got, step.reference(stored=got["out"]), where)
+def _accurate(step: Step, where: str, *, cancels: str = "") -> dict[str, Tensor]:
+    got = step.run()
+    assert_accurate(got, step.reference(stored=got["out"]), where, cancels=cancels)
     return got
+
+
+# Scores' gradients of a row add up to 0 and their roundings do not: multiplied with the common mean of the keys they
+# are an error of dq of their own.
+UNEVEN = "some"
 
 
 # ---- accuracy
@@ -95,7 +100,7 @@ def test_other_scores_are_within_the_budgets(name: str, form: str) -> None:
     """Also of the definition, whose gradients do not know of the rounding of the output."""
     options, cancels = SCORES[name]
     step = make_step((1000, 700), (8, 2), form=form, **options, device=DEVICE)
-    got = _accurate(step, name)
+    got = _accurate(step, name, cancels=UNEVEN if "uneven" in options else "")
     assert_accurate(got, step.reference(), f"{name}, definition", cancels=cancels)
 
 
@@ -136,9 +141,9 @@ def test_segments_without_queries_leave_zeros_in_poisoned_results(form: str) -> 
     [
         (((0, 2538), (1208, 1742), (840, 840), (0, 3072)), (4, 1)),
         (((0, 0), (0, 1), (1023, 2044)), (4, 1)),
-        (((76, 1), (34, 1), (146, 1)), (4, 2)),
+        (((76, 2), (34, 1), (146, 3)) * 12, (4, 2)),
         (((2048, 1024),), (4, 2)),
-        (((0, 0), (1, 3), (0, 0), (1, 5)), (2, 1)),
+        (((0, 0), (1, 3), (0, 0), (1, 5)) * 30, (2, 1)),
         (tuple(1 + (37 * n) % 70 for n in range(300)), (6, 1)),
     ],
 )
@@ -171,9 +176,9 @@ def test_rows_that_see_no_key_reach_no_gradient(form: str) -> None:
 def test_real_activations_of_several_sequences(view: str) -> None:
     """TransformerEngine 3216: channels of sizes 0.1 to 30 and a common mean; as views, too."""
     step = make_step((512, 512), (16, 2), uneven=True, view=view, device=DEVICE)
-    got = _accurate(step, view)
+    got = _accurate(step, view, cancels=UNEVEN)
     want = step.reference()
-    assert_accurate(got, want, f"{view}, definition", cancels="some")
+    assert_accurate(got, want, f"{view}, definition", cancels=UNEVEN)
     cosine = torch.nn.functional.cosine_similarity(got["dq"].double().flatten(), want["dq"].flatten(), dim=0)
     assert float(cosine) > 0.9999
     rows = slice(512, 1024)

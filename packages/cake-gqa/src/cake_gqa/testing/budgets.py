@@ -19,11 +19,11 @@ __all__ = ["BUDGETS", "CANCELLING", "CPU", "budgets_of"]
 
 _EMULATED = (
     "emulation.emulate on a CPU, worst of three seeds each of documents of 1000, 2048 and 1000 / 517 / 2049 / 18, "
-    "windows of 2049 and 4096 keys, groups 1 to 8, 2026-11-30; not measured on a device"
+    "windows of 2049 to 26000 keys, groups 1 to 8, 2026-11-30; not measured on a device"
 )
 
 BUDGETS = {
-    "out": Budget(2.4e-3, 2.27e-3, _EMULATED),
+    "out": Budget(2.4e-3, 2.35e-3, _EMULATED),
     "lse": Budget(1.5e-7, 4.1e-8, _EMULATED),
     "dq": Budget(2.6e-3, 2.51e-3, _EMULATED),
     "dk": Budget(2.6e-3, 2.50e-3, _EMULATED),
@@ -31,7 +31,8 @@ BUDGETS = {
     "dk_fp32": Budget(2.0e-3, 1.87e-3, _EMULATED),
     "dv_fp32": Budget(1.8e-3, 1.69e-3, _EMULATED),
 }
-"""``lse`` is of the rows that see a key. "dk_fp32" is dk of the forms that keep FP32, window and add."""
+"""``lse`` is of the rows that see a key. "dk_fp32" is dk of the forms that keep FP32, window and add. Over long windows
+the error of ``out`` goes to 2.35e-3: two roundings to BF16 of 1.66e-3, the weights' and the output's own."""
 
 CANCELLING = {
     "some": Budget(
