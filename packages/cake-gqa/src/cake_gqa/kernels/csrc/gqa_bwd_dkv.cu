@@ -8,9 +8,10 @@
 //   0:  S^T = k q^T, P^T                       dV += bf16(P^T) dout
 //   1:  dP^T = v dout^T, dS^T                  dK += bf16(dS^T) q
 //
-// 0 issues its first product of the next tile before the second one of this tile, so that P^T comes early; 1 the other
-// way round: q of the tile after next cannot come before dK of this one is done. P^T goes from 0 to 1 in FP16 (three
-// bits more than BF16, at most 1), in the order of the registers, in which both hold the same elements.
+// Each issues the second product of a tile before the first one of the next: the stage that it reads is given back in
+// the middle of a step, and what comes there two tiles on has the time to come. While one warpgroup has no product on
+// its way, the other one has. P^T goes from 0 to 1 in FP16 (three bits more than BF16, at most 1), in the order of the
+// registers, in which both hold the same elements.
 //
 //   shared memory, bytes                       barriers (arrivals)
 //   32768           k, then dV on its way      k_full 4, k_empty 4
@@ -195,7 +196,6 @@ __device__ __forceinline__ void finish_scores(Shared& shared, const Walk& walk, 
     exponentiate<true>(s, lse_log2, scale_log2, walk.from() + me.row - me.column);
   }
   arrive_warp(&shared.q_empty[at.stage]);
-  ptx::have(s);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t pairs[4];
@@ -236,7 +236,6 @@ __device__ __forceinline__ void finish_differences(Shared& shared, const Walk& w
   } else {
     differentiate<true>(dp, probabilities, dots, walk.from() + me.row - me.column);
   }
-  ptx::have(dp);
   arrive_warp(&shared.dout_empty[at.stage]);
 }
 
@@ -332,21 +331,12 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
     }
     for (int left = count - 1; left > 0; --left) {
       float s[kQueries / 2];
-      if constexpr (kOf == 0) {
-        my.score(s, walk, me.thread);
-        my.sum(sums, a, walk.number - 1);
-        ptx::wgmma_wait<1>();
-        ptx::settle(s);
-        my.finish(s, walk, me, scale_log2);
-        my.template end_sum<0>(sums, walk.number - 1, me.lane);
-      } else {
-        my.sum(sums, a, walk.number - 1);
-        my.score(s, walk, me.thread);
-        my.template end_sum<1>(sums, walk.number - 1, me.lane);
-        ptx::wgmma_wait<0>();
-        ptx::settle(s);
-        my.finish(s, walk, me, scale_log2);
-      }
+      my.sum(sums, a, walk.number - 1);
+      my.score(s, walk, me.thread);
+      my.template end_sum<1>(sums, walk.number - 1, me.lane);
+      ptx::wgmma_wait<0>();
+      ptx::settle(s);
+      my.finish(s, walk, me, scale_log2);
       operands(s, a);
       walk.next();
     }

@@ -116,9 +116,8 @@ __device__ __forceinline__ void wait_for_keys(Shared& shared, int block, int lef
   ptx::bar_sync(kMathBarrier, kMathThreads);
 }
 
-// dQ of the block before, then S and dP of the next one, whose keys are there. left: keys of the block behind that,
-// none: there is no such block. They are waited for where the exponentials end, which keeps ptxas from moving these
-// behind the wait for dP.
+// dQ of the block before, then S and dP of the next one, `left` keys of which belong to the segment. The second wait
+// for v ends at once: it keeps ptxas from moving the exponentials behind the wait for dP.
 template <bool kMasked>
 __device__ __forceinline__ void step(Shared& shared, Walk& walk, int rows, float scale_log2, int limit, int left) {
   ptx::forget(rows);  // or ptxas keeps what is derived from it for every product of the loop, in memory
@@ -129,6 +128,8 @@ __device__ __forceinline__ void step(Shared& shared, Walk& walk, int rows, float
   ptx::wgmma_fence();
   multiply_columns<kKeys>(walk.dq, walk.a, shared.k[before.stage]);
   ptx::wgmma_commit();
+  wait_for_keys(shared, walk.block, left, thread);
+  ptx::wgmma_fence();
   multiply_rows<kQueryTile, kKeys>(s, q, shared.k[next.stage]);
   ptx::wgmma_commit();
   ptx::wgmma_wait<1>();
@@ -142,12 +143,12 @@ __device__ __forceinline__ void step(Shared& shared, Walk& walk, int rows, float
   ptx::settle(s);
   exponentiate(s, walk, scale_log2);
   ptx::have(s);
-  ++walk.block;
-  if (left > 0) wait_for_keys(shared, walk.block, left, thread);
+  ptx::mbarrier_wait(&shared.v_full, walk.block % 2);
   ptx::wgmma_wait<0>();
   ptx::settle(dp);
   if (lane == 0) ptx::mbarrier_arrive(&shared.v_empty);
   differentiate<kMasked>(s, dp, walk, limit);
+  ++walk.block;
 }
 
 __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int warpgroup) {
@@ -207,12 +208,10 @@ __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int w
       exponentiate(s, walk, scale_log2);
       differentiate<true>(s, dp, walk, limit(0));
       ++walk.block;
-      if (blocks > 1) wait_for_keys(shared, walk.block, keys - kKeys, thread);
     }
-    const auto left = [&](int i) { return i < blocks ? keys - i * kKeys : 0; };
     int i = 1;
-    for (; i < blocks && i < clear_blocks; ++i) step<false>(shared, walk, own_rows, scale_log2, 0, left(i + 1));
-    for (; i < blocks; ++i) step<true>(shared, walk, own_rows, scale_log2, limit(i), left(i + 1));
+    for (; i < blocks && i < clear_blocks; ++i) step<false>(shared, walk, own_rows, scale_log2, 0, kKeys);
+    for (; i < blocks; ++i) step<true>(shared, walk, own_rows, scale_log2, limit(i), keys - i * kKeys);
     {
       const Turn<kStages> last(walk.block - 1);
       ptx::wgmma_fence();
