@@ -21,6 +21,8 @@ inline constexpr int kWarpgroup = 128;  // threads
 inline constexpr int kPanels = kHeadDim / kTileColumns;
 inline constexpr int kSteps = kHeadDim / 16;  // of a product over the columns
 inline constexpr int kMathThreads = 2 * kWarpgroup, kThreads = 3 * kWarpgroup;
+// Arrivals at a barrier: of every thread where it has read or written shared memory itself (racecheck does not follow a
+// warp that arrives as one behind a __syncwarp), of one for a warp where products alone have read.
 inline constexpr int kMathWarps = kMathThreads / 32;
 inline constexpr int kMathBarrier = 1, kGroupBarrier = 2;  // named; the second + number of the warpgroup
 inline constexpr float kLog2E = 1.4426950408889634f;
@@ -40,12 +42,6 @@ struct Turn {
   int stage, parity;  // of the phase in which it is full; of that in which its stage is empty: 1 - parity
   __device__ __forceinline__ explicit Turn(int n) : stage(n % kStages), parity(n / kStages % 2) {}
 };
-
-// One arrival for a warp, behind what all of its lanes have read or written.
-__device__ __forceinline__ void arrive_warp(uint64_t* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
-}
 
 // By one thread: starts to load kRows rows from `row` on; kPanels of the arrivals that the barrier counts.
 template <int kRows>

@@ -14,13 +14,13 @@
 // registers, in which both hold the same elements.
 //
 //   shared memory, bytes                       barriers (arrivals)
-//   32768           k, then dV on its way      k_full 4, k_empty 4
-//   32768           v, then dK on its way      v_full 4, v_empty 4
-//   2 x 32768       q, two stages              q_full 5, q_empty 8, of each stage; with lse
-//   2 x 32768       dout, two stages           dout_full 5, dout_empty 8; with dout . out
-//   2 x 8192        P^T                        p_full 4; empty where the q two tiles on has come
+//   32768           k, then dV on its way      k_full 4, k_empty 128
+//   32768           v, then dK on its way      v_full 4, v_empty 128
+//   2 x 32768       q, two stages              q_full 5, q_empty 132, of each stage; with lse
+//   2 x 32768       dout, two stages           dout_full 5, dout_empty 132; with dout . out
+//   2 x 8192        P^T                        p_full 128; empty where the q two tiles on has come
 //   2 x 2 x 256     statistics of the queries
-//   2 x 32          tiles                      tile_full 1, tile_empty 8
+//   2 x 32          tiles                      tile_full 1, tile_empty 256
 //
 // Order of sums: products in steps of 16, ascending over the columns, and over the queries of a tile; tiles of a query
 // head ascending, query heads ascending.
@@ -195,7 +195,7 @@ __device__ __forceinline__ void finish_scores(Shared& shared, const Walk& walk, 
   } else {
     exponentiate<true>(s, lse_log2, scale_log2, walk.from() + me.row - me.column);
   }
-  arrive_warp(&shared.q_empty[at.stage]);
+  ptx::mbarrier_arrive(&shared.q_empty[at.stage]);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t pairs[4];
@@ -203,7 +203,7 @@ __device__ __forceinline__ void finish_scores(Shared& shared, const Walk& walk, 
     for (int j = 0; j < 4; ++j) pairs[j] = ptx::cvt_rn_f16x2(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
     shared.p[at.stage][i][me.thread] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
-  arrive_warp(&shared.p_full[at.stage]);
+  ptx::mbarrier_arrive(&shared.p_full[at.stage]);
 }
 
 __device__ __forceinline__ void store(const Params& p, const KeyTile& tile, void* to, char* staging,
@@ -236,7 +236,7 @@ __device__ __forceinline__ void finish_differences(Shared& shared, const Walk& w
   } else {
     differentiate<true>(dp, probabilities, dots, walk.from() + me.row - me.column);
   }
-  arrive_warp(&shared.dout_empty[at.stage]);
+  ptx::mbarrier_arrive(&shared.dout_empty[at.stage]);
 }
 
 // What a warpgroup makes: dV (0) or dK (1). Its own tile of keys, the tiles of queries that it multiplies this with,
@@ -314,7 +314,7 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
     const int count = walk.first < walk.tiles ? (walk.tiles - walk.first) * p.group : 0;
     if (count == 0) {
       store_nothing(p, tile, to, me);
-      arrive_warp(&shared.tile_empty[at.stage]);
+      ptx::mbarrier_arrive(&shared.tile_empty[at.stage]);
       continue;
     }
     ptx::mbarrier_wait(my.own_full(), loaded % 2);
@@ -346,8 +346,8 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
     ptx::bar_sync(kGroupBarrier + kOf, kWarpgroup);  // nobody reads its own tile any more
     store(p, tile, to, my.own(), sums, kOf == 0 ? 1.f : p.p.scale);
     ptx::fence_proxy_async();
-    arrive_warp(my.own_empty());
-    arrive_warp(&shared.tile_empty[at.stage]);
+    ptx::mbarrier_arrive(my.own_empty());
+    ptx::mbarrier_arrive(&shared.tile_empty[at.stage]);
   }
 }
 
@@ -356,17 +356,17 @@ __global__ __launch_bounds__(kThreads, 1) void gqa_bwd_dkv(const __grid_constant
   if (threadIdx.x == 0) {
     constexpr int kGroupWarps = kWarpgroup / 32;
     ptx::mbarrier_init(&shared.k_full, kPanels);
-    ptx::mbarrier_init(&shared.k_empty, kGroupWarps);
+    ptx::mbarrier_init(&shared.k_empty, kWarpgroup);
     ptx::mbarrier_init(&shared.v_full, kPanels);
-    ptx::mbarrier_init(&shared.v_empty, kGroupWarps);
+    ptx::mbarrier_init(&shared.v_empty, kWarpgroup);
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(&shared.q_full[i], kPanels + 1);
-      ptx::mbarrier_init(&shared.q_empty[i], kMathWarps);
+      ptx::mbarrier_init(&shared.q_empty[i], kWarpgroup + kGroupWarps);
       ptx::mbarrier_init(&shared.dout_full[i], kPanels + 1);
-      ptx::mbarrier_init(&shared.dout_empty[i], kMathWarps);
-      ptx::mbarrier_init(&shared.p_full[i], kGroupWarps);
+      ptx::mbarrier_init(&shared.dout_empty[i], kWarpgroup + kGroupWarps);
+      ptx::mbarrier_init(&shared.p_full[i], kWarpgroup);
       ptx::mbarrier_init(&shared.tile_full[i], 1);
-      ptx::mbarrier_init(&shared.tile_empty[i], kMathWarps);
+      ptx::mbarrier_init(&shared.tile_empty[i], kMathThreads);
     }
     ptx::fence_mbarrier_init();
     ptx::prefetch(p.q), ptx::prefetch(p.k), ptx::prefetch(p.v), ptx::prefetch(p.dout);

@@ -10,10 +10,10 @@
 // m' is -inf and 0 stands in for it.
 //
 //   shared memory, bytes                       barriers (arrivals)
-//   65536           q, then out on its way     q_full 4, q_empty 8
+//   65536           q, then out on its way     q_full 4, q_empty 256
 //   2 x 40960       k, two stages              k_full 4, k_empty 8, of each stage
 //   2 x 40960       v, two stages              v_full 4, v_empty 8
-//   2 x 32          tiles                      tile_full 1, tile_empty 8
+//   2 x 32          tiles                      tile_full 1, tile_empty 256
 //
 // Order of sums: products over columns or keys in steps of 16, ascending in a block, blocks descending. l: a thread's
 // even and odd columns of a block ascending, joined; blocks descending; then the four lanes of a row.
@@ -192,7 +192,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warp
     if (blocks == 0) {
       store_zeros(out, p.row_bytes, rows, 2 * kHeadDim, thread, kWarpgroup);
       if (thread < rows) lse[thread] = minus_infinity();
-      arrive_warp(&shared.tile_empty[at.stage]);
+      ptx::mbarrier_arrive(&shared.tile_empty[at.stage]);
       continue;
     }
 
@@ -252,8 +252,8 @@ __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warp
     ptx::bar_sync(kGroupBarrier + warpgroup, kWarpgroup);  // nobody reads these rows of q any more
     store_bf16<kQueryTile>(q, walk.o, by[0], by[1], out, p.row_bytes, rows);
     ptx::fence_proxy_async();
-    arrive_warp(&shared.q_empty);
-    arrive_warp(&shared.tile_empty[at.stage]);
+    ptx::mbarrier_arrive(&shared.q_empty);
+    ptx::mbarrier_arrive(&shared.tile_empty[at.stage]);
   }
 }
 
@@ -261,7 +261,7 @@ __global__ __launch_bounds__(kThreads, 1) void gqa_fwd(const __grid_constant__ P
   Shared& shared = *dynamic_tiles<Shared>();
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&shared.q_full, kPanels);
-    ptx::mbarrier_init(&shared.q_empty, kMathWarps);
+    ptx::mbarrier_init(&shared.q_empty, kMathThreads);
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(&shared.k_full[i], kPanels);
       ptx::mbarrier_init(&shared.k_empty[i], kMathWarps);
@@ -270,7 +270,7 @@ __global__ __launch_bounds__(kThreads, 1) void gqa_fwd(const __grid_constant__ P
     }
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(&shared.tile_full[i], 1);
-      ptx::mbarrier_init(&shared.tile_empty[i], kMathWarps);
+      ptx::mbarrier_init(&shared.tile_empty[i], kMathThreads);
     }
     ptx::fence_mbarrier_init();
     ptx::prefetch(p.q), ptx::prefetch(p.k), ptx::prefetch(p.v);
