@@ -63,10 +63,11 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     """[..., m, k] @ [..., k, n], matrix by matrix; FP32 or FP64, leading sizes alike.
 
     A product has the bits that it has alone wherever every thread multiplies whole matrices: with fewer matrices than
-    threads MKL cuts one in two (seen in FP64 from three threads on). So zeros fill the batch up to the threads.
+    threads MKL cuts one in two (seen in FP64 from three threads on). So zeros fill the batch up to the threads. MKL
+    also sums in another order where a matrix lies transposed (FP64): what is filled up lies row by row, so all do.
     """
     lead, count = a.shape[:-2], a.shape[:-2].numel()
-    left, right = a.reshape(count, *a.shape[-2:]), b.reshape(count, *b.shape[-2:])
+    left, right = (x.reshape(count, *x.shape[-2:]).contiguous() for x in (a, b))
     padding = -count % torch.get_num_threads()
     if padding:
         left, right = (torch.cat((x, x.new_zeros(padding, *x.shape[1:]))) for x in (left, right))
