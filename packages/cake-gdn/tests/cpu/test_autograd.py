@@ -268,18 +268,24 @@ CHANGED: dict[str, Callable[[steps.Step], tuple[steps.Step, dict[str, Any]]]] = 
     "plan": lambda s: (s, {"plan": 2}),
     "heads": lambda s: (replace(s, q=s.q.repeat_interleave(2, 2), k=s.k.repeat_interleave(2, 2)), {}),
     "tokens": lambda s: (shorter(s), {}),
+    "state_v_first": lambda s: (s, {"state_v_first": True}),
+    "g-dtype": lambda s: (replace(s, g=s.g.double()), {}),
+    "beta-dtype": lambda s: (replace(s, beta=s.beta.double()), {}),
+    "state-dtype": lambda s: (replace(s, state=None if s.state is None else s.state.double()), {}),
 }
 
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_a_saved_set_of_another_call_is_refused(what: str) -> None:
-    """Shapes, head pair, scale, norm flag and plan: the first field that differs is named."""
+    """Shapes, head pair, scale, norm flag, plan, layout of the states and dtypes: the first field that differs is
+    named, whatever the set holds."""
     step = steps.make_step(LENGTHS, (1, 2), state=True)
-    _, saved = step.forward(save="full")
     other, options = CHANGED[what](step)
-    with pytest.raises(ValueError, match=r"chunk_gated_delta_rule_bwd: saved"):
-        other.backward(saved, **options)
-    step.backward(saved)
+    for save in ("full", "light"):
+        _, saved = step.forward(save=save)
+        with pytest.raises(ValueError, match=r"chunk_gated_delta_rule_bwd: saved"):
+            other.backward(saved, **options)
+        step.backward(saved)
 
 
 def test_a_saved_set_of_a_context_is_refused_outside_of_it() -> None:
