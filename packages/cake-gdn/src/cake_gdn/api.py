@@ -15,6 +15,7 @@ from . import _calls, backends, kcp
 from . import plan as plans
 from ._calls import Call
 from ._checks import (
+    check_activated,
     check_backward,
     check_flags,
     check_is_saved,
@@ -26,6 +27,7 @@ from ._checks import (
     check_save,
     check_saved,
 )
+from ._documents import check_offsets
 from .autograd import apply
 from .backends.operands import NO_TAPES, Options
 from .gates import activate, autocast, check_gates
@@ -168,6 +170,8 @@ def chunk_gated_delta_rule(
     if crossing is not None:
         crossing = kcp.bind(crossing, recompute_handle, (q, k, v, g, beta), entry=entry)
     if activated:
+        if traced:
+            check_activated(entry, v, g, beta, **given)
         g, beta = activate(g, beta, *activations)
     inputs = q, k, v, g, beta, initial_state
     options = Options(scale, use_qk_l2norm_in_kernel, plan, variants.read("gdn"))
@@ -344,13 +348,17 @@ def gated_delta_rule_reference(
     """The definition, token by token: slow, differentiable any number of times, for comparisons.
 
     Args:
+        cu_seqlens: on any device, or in host memory.
         dtype: of the arithmetic and the results.
         All others: as ``chunk_gated_delta_rule``, except that any number of channels is served.
 
     Returns: (o [B, T, HV, V], final states [N, HV, K, V], transposed with ``state_v_first``).
+    Raises: ValueError for offsets that are none, or not of these tokens.
     """
     from .testing.oracle import recurrence
 
+    if cu_seqlens is not None:
+        check_offsets("gated_delta_rule_reference", q, cu_seqlens)
     return recurrence(
         q,
         k,

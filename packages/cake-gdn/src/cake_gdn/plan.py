@@ -13,7 +13,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from cake_core.errors import check_int, message
+from cake_core.errors import check_int, check_str, message
 from cake_core.intmath import ceil_div
 
 __all__ = [
@@ -146,10 +146,13 @@ def gdn_saved_bytes(
     """
     entry = "gdn_saved_bytes"
     _check_sizes(T, N, num_qk_heads, num_v_heads, entry)
-    if save not in SAVES:
-        raise ValueError(message(entry, "save", repr(save), " or ".join(map(repr, SAVES))))
-    if tape_dtype not in _ITEMSIZE:
-        raise ValueError(message(entry, "tape_dtype", repr(tape_dtype), " or ".join(map(repr, _ITEMSIZE))))
+    check_str(save, "save", entry=entry, choices=SAVES)
+    check_str(tape_dtype, "tape_dtype", entry=entry, choices=_ITEMSIZE)
+    if not isinstance(use_qk_l2norm_in_kernel, bool):
+        got = f"{use_qk_l2norm_in_kernel!r} ({type(use_qk_l2norm_in_kernel).__name__})"
+        raise TypeError(message(entry, "use_qk_l2norm_in_kernel", got, "True or False"))
+    if cp_context is not None:
+        _check_context(cp_context, "cp_context", entry)
     if save == "none":
         return 0
     size = _ITEMSIZE[tape_dtype]
@@ -175,10 +178,8 @@ def gdn_workspace_bytes(
     """
     entry = "gdn_workspace_bytes"
     _check_sizes(T, N, num_qk_heads, num_v_heads, entry)
-    if save not in SAVES:
-        raise ValueError(message(entry, "save", repr(save), " or ".join(map(repr, SAVES))))
-    if tape_dtype not in _ITEMSIZE:
-        raise ValueError(message(entry, "tape_dtype", repr(tape_dtype), " or ".join(map(repr, _ITEMSIZE))))
+    check_str(save, "save", entry=entry, choices=SAVES)
+    check_str(tape_dtype, "tape_dtype", entry=entry, choices=_ITEMSIZE)
     size = _ITEMSIZE[tape_dtype] * num_v_heads
     errors, states = 128 * size * T, _STATE * size * max_chunks(T, N)
     return {"E": errors, "dS": states, "replay": 0 if save == "full" else errors + states}
@@ -198,6 +199,7 @@ def gdn_kcp_comm_bytes(ctx: Any, num_v_heads: int) -> dict[str, int]:
     from cake_core.kcp import must_exchange, state_tables
 
     check_int(num_v_heads, "num_v_heads", entry="gdn_kcp_comm_bytes", minimum=1)
+    _check_context(ctx, "ctx", "gdn_kcp_comm_bytes")
     if not must_exchange(ctx):
         return {"c1": 0, "c2": 0, "b1": 0, "b2": 0}
     rows, row = state_tables(ctx, num_v_heads), 4 * _STATE
@@ -222,6 +224,12 @@ def _kcp_saved_rows(ctx: Any, heads: int) -> int:
     links = sum(link.in_row >= 0 and link.out_row >= 0 for chain in chains for link in chain)
     mine = found.heads_per_owner[ctx.rank] if ctx.exchange == "a2a" else heads
     return len(ctx.in_slots) * heads + links * mine
+
+
+def _check_context(ctx: Any, argument: str, entry: str) -> None:
+    if not all(hasattr(ctx, name) for name in ("partition", "world_size", "rank", "in_slots", "exchange")):
+        wanted = "a cake_core.kcp.KcpContext"
+        raise TypeError(message(entry, argument, type(ctx).__name__, wanted, "build_context_kcp makes one"))
 
 
 def _check_sizes(T: int, N: int, num_qk_heads: int, num_v_heads: int, entry: str) -> None:
