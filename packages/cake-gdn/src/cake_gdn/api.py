@@ -168,6 +168,7 @@ def chunk_gated_delta_rule(
     traced = torch.compiler.is_compiling()
     docs = None if traced else check_operands(entry, q, k, v, g, beta, initial_state, *offsets, crossing, **given)
     if crossing is not None:
+        (q, k, v, g, beta), offsets = kcp.plain(crossing, (q, k, v, g, beta), entry=entry), (None, None)
         crossing = kcp.bind(crossing, recompute_handle, (q, k, v, g, beta), entry=entry)
     if activated:
         if traced:
@@ -240,6 +241,8 @@ def chunk_gated_delta_rule_fwd(
     crossing = _crossing(entry, cp_context, initial_state, output_final_state)
     inputs, offsets = (q, k, v, g, beta, initial_state), (cu_seqlens, cu_seqlens_cpu)
     docs = None if torch.compiler.is_compiling() else check_operands(entry, *inputs, *offsets, crossing)
+    if crossing is not None:
+        inputs, offsets = _plain(entry, crossing, inputs), (None, None)
     options = Options(scale, use_qk_l2norm_in_kernel, plan, variants.read("gdn"))
     if docs is None or is_intercepted(*inputs, *offsets):
         from . import custom_ops
@@ -319,9 +322,15 @@ def chunk_gated_delta_rule_bwd(
     if not torch.compiler.is_compiling():
         docs = check_operands(entry, *inputs, *offsets, crossing)
         check_backward(entry, q, v, docs, do, dht)
+    if crossing is not None:
+        inputs, offsets = _plain(entry, crossing, inputs), (None, None)
+        (do,) = _plain(entry, crossing, (do,))
     if docs is None or is_intercepted(*inputs, *offsets, do, dht):
         from . import custom_ops
 
+        if docs is not None:
+            call = Call(None, docs, options, "none", False, state_v_first, crossing)
+            check_saved(entry, saved, _calls.record(call, inputs))
         tapes = NO_TAPES if saved is None else saved.kept.tapes
         return custom_ops.functional_backward(inputs, do, dht, *offsets, options, state_v_first, tapes, needs)
     call = Call(
@@ -380,6 +389,12 @@ def release() -> int:
     plans.tables.cache_clear()
     backends.sm90.release()
     return 0
+
+
+@torch.no_grad()
+def _plain(entry: str, crossing: kcp.Crossing, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``kcp.plain`` without autograd."""
+    return kcp.plain(crossing, operands, entry=entry)
 
 
 def _crossing(entry: str, cp_context: Any, initial_state: Any, output_final_state: bool) -> kcp.Crossing | None:
