@@ -29,7 +29,7 @@ from ._checks import (
 )
 from ._documents import check_offsets
 from .autograd import apply
-from .backends.operands import NO_TAPES, Options
+from .backends.operands import NO_TAPES, Documents, Options
 from .gates import activate, autocast, check_gates
 from .op import RECOMPUTE_STATE
 from .packed import packed_qkv_views
@@ -331,6 +331,12 @@ def chunk_gated_delta_rule_bwd(
         if docs is not None:
             call = Call(None, docs, options, "none", False, state_v_first, crossing)
             check_saved(entry, saved, _calls.record(call, inputs))
+        elif saved is not None and saved.record is not None:
+            # Of an eager forward: all but the offsets, which a trace does not know.
+            was = saved.record
+            docs = Documents(None, was.documents, 0, was.offsets)
+            now = _calls.record(Call(None, docs, options, "none", False, state_v_first, None), inputs)
+            check_saved(entry, saved, now)
         tapes = NO_TAPES if saved is None else saved.kept.tapes
         return custom_ops.functional_backward(inputs, do, dht, *offsets, options, state_v_first, tapes, needs)
     call = Call(

@@ -212,6 +212,33 @@ def test_offsets_in_a_graph_are_ints(offsets: list[Any]) -> None:
             function(step.q)
 
 
+OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "scale": ({"scale": 0.5}, {}),
+    "use_qk_l2norm_in_kernel": ({"use_qk_l2norm_in_kernel": True}, {}),
+    "state_v_first": ({}, {"state_v_first": True}),
+    "plan": ({"plan": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("field", [*OTHER, "shape"])
+def test_a_graph_refuses_the_saved_set_of_another_eager_call(field: str) -> None:
+    """All but the offsets: a trace does not know them."""
+    step, tokens = steps.make_step((70,), (1, 2)), 20 if field == "shape" else 70
+    rows = [t[:, :tokens] for t in (step.q, step.k, step.v, step.g, step.beta)]
+    eager, traced = OTHER.get(field, ({}, {}))
+    *_, saved = chunk_gated_delta_rule_fwd(*rows, **eager)
+
+    def gradient(q: Tensor, **options: Any) -> Any:
+        return chunk_gated_delta_rule_bwd(q, step.k, step.v, step.g, step.beta, step.do, saved=saved, **options)[0]
+
+    with pytest.raises(Exception, match=rf"saved is of a forward with {field} "):
+        torch.compile(gradient, fullgraph=True, backend="aot_eager")(step.q, **traced)
+    *_, saved = chunk_gated_delta_rule_fwd(step.q, step.k, step.v, step.g, step.beta)
+    torch._dynamo.reset()
+    got = torch.compile(gradient, fullgraph=True, backend="aot_eager")(step.q)
+    assert_same_bits(got, gradient(step.q), "dq")
+
+
 def test_offsets_of_a_graph_may_be_symbols() -> None:
     step = steps.make_step((70,), (1, 2))
 
