@@ -68,25 +68,18 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     """[..., m, k] @ [..., k, n], matrix by matrix; FP32 or FP64, leading sizes alike.
 
     A product has the bits that it has alone wherever every thread multiplies whole matrices: with fewer matrices than
-    threads MKL cuts one in two (seen in FP64 from three threads on). So zeros fill the batch up to the threads. The
-    bits of a matrix that is transposed in memory may be others, so it stays so. A vector alone would get a routine of
-    its own, so it gets company too.
+    threads MKL cuts one in two (seen in FP64 from three threads on). So zeros fill the batch up to the threads. MKL
+    also sums in another order where a matrix lies transposed (FP64): what is filled up lies row by row, so all do.
+    A vector alone would get a routine of its own, so it gets company too.
     """
     lead, count = a.shape[:-2], a.shape[:-2].numel()
-    left, right = a.reshape(count, *a.shape[-2:]), b.reshape(count, *b.shape[-2:])
+    left, right = (x.reshape(count, *x.shape[-2:]).contiguous() for x in (a, b))
     padding = -count % torch.get_num_threads()
     if count + padding == 1 and 1 in (a.shape[-2], b.shape[-1]):
         padding = 1
     if padding:
-        left, right = _extended(left, padding), _extended(right, padding)
+        left, right = (torch.cat((x, x.new_zeros(padding, *x.shape[1:]))) for x in (left, right))
     return torch.bmm(left, right)[:count].view(*lead, a.shape[-2], b.shape[-1])
-
-
-def _extended(matrices: Tensor, count: int) -> Tensor:
-    """[n, ., .] with ``count`` zero matrices behind them, in the same layout."""
-    if matrices.stride(1) == 1 and matrices.stride(2) >= matrices.shape[1]:  # how torch.bmm tells a transposed one
-        return torch.cat((matrices.mT, matrices.mT.new_zeros(count, *matrices.mT.shape[1:]))).mT
-    return torch.cat((matrices, matrices.new_zeros(count, *matrices.shape[1:])))
 
 
 def _fold(terms: Tensor, dim: int) -> Tensor:

@@ -174,8 +174,11 @@ def host_ints(values: Tensor) -> tuple[int, ...]:
     """The elements of a dense int32 or int64 tensor in host memory, row-major.
 
     Read through the address: unlike ``tolist`` this can never wait for a device, so a guard against that has nothing
-    to forbid here.
+    to forbid here. A wrapper, such as the result of a collective that still runs, has the address 0: it is copied,
+    which waits.
     """
+    if values.data_ptr() == 0 and values.numel() > 0:
+        values = values.clone()
     kind = ctypes.c_int32 if values.dtype == torch.int32 else ctypes.c_int64
     count = values.numel()
     return tuple((kind * count).from_address(values.data_ptr())) if count else ()

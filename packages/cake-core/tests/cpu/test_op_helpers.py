@@ -163,6 +163,33 @@ def test_a_product_has_its_bits_in_every_batch_and_with_any_number_of_threads(
     assert torch.equal(cpu_math.products(a.unflatten(0, (2, 4)), b.unflatten(0, (2, 4))), want.view(2, 4, m, n))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", ["transposed left", "transposed right", "both transposed", "blocks", "expanded"])
+def test_a_product_has_its_bits_however_its_matrices_lie(
+    layout: str, dtype: torch.dtype, restored_threads: None
+) -> None:
+    """In FP64 a transposed matrix is multiplied in another order of its sums; zeros that fill a batch up must not
+    decide which."""
+    a, b = normal(0, 5, 64, 64, dtype=dtype), normal(1, 5, 64, 64, dtype=dtype)
+    if layout == "expanded":
+        b = b[:1].expand(5, -1, -1)
+    torch.set_num_threads(1)
+    want = cpu_math.products(a, b.contiguous())
+    if layout in ("transposed left", "both transposed"):
+        a = a.mT.contiguous().mT
+    if layout in ("transposed right", "both transposed"):
+        b = b.mT.contiguous().mT
+    if layout == "blocks":
+        wide = normal(2, 5, 128, 192, dtype=dtype)
+        wide[:, 64:, 128:] = b
+        b = wide[:, 64:, 128:]
+    for threads in (1, 2, 3, 4):
+        torch.set_num_threads(threads)
+        for some in (1, 2, 5):
+            got = torch.cat([cpu_math.products(a[i : i + some], b[i : i + some]) for i in range(0, 5, some)])
+            assert torch.equal(got, want), f"{some} matrices on {threads} threads"
+
+
 def test_products_of_nothing() -> None:
     assert cpu_math.products(torch.ones(0, 3, 4, 5), torch.ones(0, 3, 5, 6)).shape == (0, 3, 4, 6)
 

@@ -39,13 +39,14 @@ def record(call: Call, inputs: _Six) -> Record:
     q, v = inputs[0], inputs[2]
     return Record(
         (*q.shape[:3], v.shape[2]),
-        q.dtype,
+        tuple([t.dtype for t in inputs if t is not None]),
         q.device,
         call.docs.count,
         call.docs.host,
         call.options.scale,
         call.options.l2norm,
         inputs[5] is not None,
+        call.state_v_first,
         call.options.plan,
         None if call.crossing is None else call.crossing.given,
     )

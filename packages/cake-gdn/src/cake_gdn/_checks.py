@@ -25,6 +25,7 @@ from .plan import CHUNK, MAX_TOKENS, SAVES, check_plan
 from .saved import GdnSaved, Kept, Record
 
 __all__ = [
+    "check_activated",
     "check_backward",
     "check_flags",
     "check_is_saved",
@@ -106,6 +107,24 @@ def check_operands(
     if initial_state is not None:
         _check_state(entry, "initial_state", initial_state, docs, v.shape[2])
     return docs
+
+
+def check_activated(entry: str, v: Tensor, g: Any, beta: Any, **gate: Any) -> None:
+    """Check in a traced call what an operation in front of the op reads: torch would broadcast and promote what the op
+    does not take, and the op would see the result alone.
+
+    Raises: TypeError, ValueError as ``check_operands``.
+    """
+    operands = _present(g=g, beta=beta, **gate)
+    kind = v.device.type
+    for name, value in operands.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(message(entry, name, type(value).__name__, "a torch.Tensor"))
+        check_dtype(entry, name, value, _DTYPES[:3] if kind == "cuda" else _DTYPES, kind)
+    for name, value in (("g", g), ("beta", beta)):
+        check_shape(entry, name, value, v.shape[:3], "[B, T, HV],")
+    for name, value in _present(**gate).items():
+        check_shape(entry, name, value, v.shape[2:3], "[HV],")
 
 
 def _fit(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> bool:

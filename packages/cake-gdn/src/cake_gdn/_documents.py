@@ -15,7 +15,7 @@ from torch import Tensor
 from .backends.operands import Documents
 from .kcp import Crossing
 
-__all__ = ["find_documents"]
+__all__ = ["check_offsets", "find_documents"]
 
 _DTYPES = (torch.int32, torch.int64)
 _INT = {int}
@@ -54,6 +54,19 @@ def find_documents(entry: str, q: Tensor, cu_seqlens: Any, cu_seqlens_cpu: Any, 
         argument, wanted = f"{known.name}[{known.size - 1}]", f"at most {length}, the tokens of q"
         raise ValueError(message(entry, argument, known.values[-1], wanted))
     return Documents(cu_seqlens, found[0].size - 1, 0, None if known is None else known.values)
+
+
+def check_offsets(entry: str, q: Tensor, cu_seqlens: Any) -> None:
+    """Check offsets that may be read wherever they are. Raises: TypeError, ValueError as ``find_documents``."""
+    values = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    batch, length = q.shape[:2]
+    if batch != 1:
+        got, remedy = f"given with q of batch size {batch}", "pack the documents into one row"
+        raise ValueError(message(entry, "cu_seqlens", got, "a batch size of 1", remedy))
+    found = host_offsets(values, "cu_seqlens", entry=entry)
+    if found[-1] > length:
+        argument, wanted = f"cu_seqlens[{len(found) - 1}]", f"at most {length}, the tokens of q"
+        raise ValueError(message(entry, argument, found[-1], wanted))
 
 
 @lru_cache(maxsize=256)

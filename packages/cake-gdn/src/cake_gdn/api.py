@@ -15,6 +15,7 @@ from . import _calls, backends, kcp
 from . import plan as plans
 from ._calls import Call
 from ._checks import (
+    check_activated,
     check_backward,
     check_flags,
     check_is_saved,
@@ -26,8 +27,9 @@ from ._checks import (
     check_save,
     check_saved,
 )
+from ._documents import check_offsets
 from .autograd import apply
-from .backends.operands import NO_TAPES, Options
+from .backends.operands import NO_TAPES, Documents, Options
 from .gates import activate, autocast, check_gates
 from .op import RECOMPUTE_STATE
 from .packed import packed_qkv_views
@@ -166,8 +168,11 @@ def chunk_gated_delta_rule(
     traced = torch.compiler.is_compiling()
     docs = None if traced else check_operands(entry, q, k, v, g, beta, initial_state, *offsets, crossing, **given)
     if crossing is not None:
+        (q, k, v, g, beta), offsets = kcp.plain(crossing, (q, k, v, g, beta), entry=entry), (None, None)
         crossing = kcp.bind(crossing, recompute_handle, (q, k, v, g, beta), entry=entry)
     if activated:
+        if traced:
+            check_activated(entry, v, g, beta, **given)
         g, beta = activate(g, beta, *activations)
     inputs = q, k, v, g, beta, initial_state
     options = Options(scale, use_qk_l2norm_in_kernel, plan, variants.read("gdn"))
@@ -236,6 +241,8 @@ def chunk_gated_delta_rule_fwd(
     crossing = _crossing(entry, cp_context, initial_state, output_final_state)
     inputs, offsets = (q, k, v, g, beta, initial_state), (cu_seqlens, cu_seqlens_cpu)
     docs = None if torch.compiler.is_compiling() else check_operands(entry, *inputs, *offsets, crossing)
+    if crossing is not None:
+        inputs, offsets = _plain(entry, crossing, inputs), (None, None)
     options = Options(scale, use_qk_l2norm_in_kernel, plan, variants.read("gdn"))
     if docs is None or is_intercepted(*inputs, *offsets):
         from . import custom_ops
@@ -315,9 +322,21 @@ def chunk_gated_delta_rule_bwd(
     if not torch.compiler.is_compiling():
         docs = check_operands(entry, *inputs, *offsets, crossing)
         check_backward(entry, q, v, docs, do, dht)
+    if crossing is not None:
+        inputs, offsets = _plain(entry, crossing, inputs), (None, None)
+        (do,) = _plain(entry, crossing, (do,))
     if docs is None or is_intercepted(*inputs, *offsets, do, dht):
         from . import custom_ops
 
+        if docs is not None:
+            call = Call(None, docs, options, "none", False, state_v_first, crossing)
+            check_saved(entry, saved, _calls.record(call, inputs))
+        elif saved is not None and saved.record is not None:
+            # Of an eager forward: all but the offsets, which a trace does not know.
+            was = saved.record
+            docs = Documents(None, was.documents, 0, was.offsets)
+            now = _calls.record(Call(None, docs, options, "none", False, state_v_first, None), inputs)
+            check_saved(entry, saved, now)
         tapes = NO_TAPES if saved is None else saved.kept.tapes
         return custom_ops.functional_backward(inputs, do, dht, *offsets, options, state_v_first, tapes, needs)
     call = Call(
@@ -344,13 +363,17 @@ def gated_delta_rule_reference(
     """The definition, token by token: slow, differentiable any number of times, for comparisons.
 
     Args:
+        cu_seqlens: on any device, or in host memory.
         dtype: of the arithmetic and the results.
         All others: as ``chunk_gated_delta_rule``, except that any number of channels is served.
 
     Returns: (o [B, T, HV, V], final states [N, HV, K, V], transposed with ``state_v_first``).
+    Raises: ValueError for offsets that are none, or not of these tokens.
     """
     from .testing.oracle import recurrence
 
+    if cu_seqlens is not None:
+        check_offsets("gated_delta_rule_reference", q, cu_seqlens)
     return recurrence(
         q,
         k,
@@ -372,6 +395,12 @@ def release() -> int:
     plans.tables.cache_clear()
     backends.sm90.release()
     return 0
+
+
+@torch.no_grad()
+def _plain(entry: str, crossing: kcp.Crossing, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``kcp.plain`` without autograd."""
+    return kcp.plain(crossing, operands, entry=entry)
 
 
 def _crossing(entry: str, cp_context: Any, initial_state: Any, output_final_state: bool) -> kcp.Crossing | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from cake_core import variants
+from cake_core.errors import message
 from torch import Tensor
 
 from . import _calls, backends
@@ -115,10 +116,18 @@ def _needed(grads: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | No
 
 
 def _offsets(cu_seqlens_cpu: Any) -> Tensor | None:
-    """Host offsets as a tensor, which is what an operator takes."""
+    """Host offsets as a tensor, which is what an operator takes. Nothing is cast to an int: a traced call has no other
+    check of what is in a list.
+
+    Raises: TypeError for anything but ints.
+    """
     if cu_seqlens_cpu is None or isinstance(cu_seqlens_cpu, Tensor):
         return cu_seqlens_cpu
-    return torch.tensor(list(cu_seqlens_cpu), dtype=torch.int64, device="cpu")
+    given = list(cu_seqlens_cpu)
+    found = torch.tensor(given, device="cpu") if given else torch.empty(0, dtype=torch.int64, device="cpu")
+    if found.dtype not in (torch.int32, torch.int64) or any([isinstance(offset, bool) for offset in given]):
+        raise TypeError(message("chunk_gated_delta_rule", "cu_seqlens_cpu", repr(given), "a sequence of int"))
+    return found.to(torch.int64)
 
 
 def forward(

@@ -27,6 +27,7 @@ from cake_core.kcp import (
     gather_fragments,
     state_tables,
 )
+from cake_core.operands import is_intercepted
 from torch import Tensor
 
 from .backends.operands import Documents, Operands, Options, States, Tapes
@@ -93,6 +94,20 @@ def bind(crossing: Crossing, handle: Any, operands: Sequence[Tensor], *, entry: 
     """``crossing`` with what a recompute handle holds, and how to fill it."""
     replay = bind_recompute(handle, "gdn", crossing.given, operands, entry=entry)
     return crossing._replace(received=replay.received, store=replay.store)
+
+
+def plain(crossing: Crossing | None, operands: Sequence[Any], *, entry: str) -> tuple[Any, ...]:
+    """The operands of a call under a context without wrappers, such as the results of collectives that still run: what
+    registered operators serve elsewhere has no exchange. Others as they are.
+
+    Raises: ValueError for a call that a tracer records, or of tensors that hold nothing.
+    """
+    if crossing is None or not is_intercepted(*operands):
+        return tuple(operands)
+    found = tuple([x.clone() if isinstance(x, Tensor) and is_intercepted(x) else x for x in operands])
+    if is_intercepted(*found):
+        raise ValueError(message(entry, "cp_context", "given to a call that is traced", "a call outside of a graph"))
+    return found
 
 
 def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

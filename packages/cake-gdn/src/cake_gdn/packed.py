@@ -25,7 +25,8 @@ def packed_qkv_views(qkv: Tensor, *, num_qk_heads: int, num_v_heads: int) -> tup
         buffer on that ``chunk_gated_delta_rule`` wrote all three gradients to, where other implementations concatenate.
         Gradients of other origin are concatenated, a missing one counts as zeros.
 
-    Raises: TypeError for a wrong Python type; ValueError for another width or stride, or heads that are not served.
+    Raises: TypeError for a wrong Python type; ValueError for another dtype, width or stride, or for heads that
+        are not served.
     """
     entry = "packed_qkv_views"
     check_int(num_qk_heads, "num_qk_heads", entry=entry)
@@ -35,6 +36,8 @@ def packed_qkv_views(qkv: Tensor, *, num_qk_heads: int, num_v_heads: int) -> tup
     traced = torch.compiler.is_compiling()
     if not traced:
         check_plain(entry, qkv=qkv)
+    if not qkv.dtype.is_floating_point:
+        raise ValueError(message(entry, "qkv", str(qkv.dtype), "a floating-point dtype"))
     width = (2 * num_qk_heads + num_v_heads) * HEAD_DIM
     if qkv.dim() < 2 or qkv.shape[-1] != width:
         wanted = f"[..., T, {width}], {2 * num_qk_heads + num_v_heads} heads of {HEAD_DIM}"

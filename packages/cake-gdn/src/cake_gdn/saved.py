@@ -31,7 +31,8 @@ class Record(NamedTuple):
 
     shape: tuple[int, ...]
     """[B, T, H, HV]"""
-    dtype: Any
+    dtypes: tuple[Any, ...]
+    """Of q, k, v, g, beta and the initial state, where there is one."""
     device: Any
     documents: int
     offsets: tuple[int, ...] | None
@@ -40,6 +41,7 @@ class Record(NamedTuple):
     use_qk_l2norm_in_kernel: bool
     initial_state: bool
     """Whether there is one."""
+    state_v_first: bool
     plan: str | int
     cp_context: Any
     """The object that the caller passed."""

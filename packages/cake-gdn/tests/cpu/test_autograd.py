@@ -17,6 +17,7 @@ from cake_gdn.testing import oracle, steps
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import _functional_collectives as collectives
 from torch.utils.checkpoint import checkpoint
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -268,18 +269,35 @@ CHANGED: dict[str, Callable[[steps.Step], tuple[steps.Step, dict[str, Any]]]] = 
     "plan": lambda s: (s, {"plan": 2}),
     "heads": lambda s: (replace(s, q=s.q.repeat_interleave(2, 2), k=s.k.repeat_interleave(2, 2)), {}),
     "tokens": lambda s: (shorter(s), {}),
+    "state_v_first": lambda s: (s, {"state_v_first": True}),
+    "g-dtype": lambda s: (replace(s, g=s.g.double()), {}),
+    "beta-dtype": lambda s: (replace(s, beta=s.beta.double()), {}),
+    "state-dtype": lambda s: (replace(s, state=None if s.state is None else s.state.double()), {}),
 }
 
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_a_saved_set_of_another_call_is_refused(what: str) -> None:
-    """Shapes, head pair, scale, norm flag and plan: the first field that differs is named."""
+    """Shapes, head pair, scale, norm flag, plan, layout of the states and dtypes: the first field that differs is
+    named, whatever the set holds."""
     step = steps.make_step(LENGTHS, (1, 2), state=True)
-    _, saved = step.forward(save="full")
     other, options = CHANGED[what](step)
-    with pytest.raises(ValueError, match=r"chunk_gated_delta_rule_bwd: saved"):
-        other.backward(saved, **options)
-    step.backward(saved)
+    for save in ("full", "light"):
+        _, saved = step.forward(save=save)
+        with pytest.raises(ValueError, match=r"chunk_gated_delta_rule_bwd: saved"):
+            other.backward(saved, **options)
+        step.backward(saved)
+
+
+def test_a_saved_set_of_another_call_is_refused_with_a_gradient_that_still_travels() -> None:
+    """The result of a collective that runs takes another way through torch, not another check."""
+    step = steps.make_step(LENGTHS, (1, 2), state=True)
+    pending = replace(step, do=collectives.AsyncCollectiveTensor(step.do))
+    _, saved = step.forward(save="full", scale=0.5)
+    with pytest.raises(ValueError, match=r"chunk_gated_delta_rule_bwd: saved is of a forward with scale 0.5"):
+        pending.backward(saved)
+    _, saved = step.forward(save="full")
+    steps.assert_same_step(pending.backward(saved), step.backward(saved), "pending")
 
 
 def test_a_saved_set_of_a_context_is_refused_outside_of_it() -> None:

@@ -170,6 +170,86 @@ def test_what_torch_does_in_front_of_the_op_compiles_with_it() -> None:
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
 
 
+GATED: dict[str, tuple[dict[str, Any], str]] = {
+    "A_log of one head": ({"A_log": torch.zeros(1)}, "A_log"),
+    "A_log of ints": ({"A_log": torch.zeros(2, dtype=torch.int32)}, "A_log"),
+    "dt_bias of one head": ({"dt_bias": torch.zeros(1)}, "dt_bias"),
+    "dt_bias of tokens": ({"dt_bias": torch.zeros(70, 2)}, "dt_bias"),
+    "A_log of no tensor": ({"A_log": 0.5}, "A_log"),
+    "g of one head": ({"g": torch.zeros(1, 70, 1)}, "g"),
+    "g of one token": ({"g": torch.zeros(1, 1, 2)}, "g"),
+    "beta of ints": ({"beta": torch.ones(1, 70, 2, dtype=torch.int32)}, "beta"),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_what_stands_in_front_of_the_op_takes_no_more_in_a_graph(name: str) -> None:
+    """torch would broadcast and promote; the op would see the result alone."""
+    step = steps.make_step((70,), (1, 2))
+    changed, named = GATED[name]
+    given: dict[str, Any] = {"g": step.g, "beta": step.beta, "A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
+
+    def layer(q: Tensor) -> Tensor:
+        return chunk_gated_delta_rule(
+            q, step.k, step.v, **{**given, **changed}, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True
+        )[0]
+
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        with pytest.raises(Exception, match=rf"chunk_gated_delta_rule: {named} is"):
+            function(step.q)
+
+
+@pytest.mark.parametrize("offsets", [[0, 30.7, 70], [0, 30.0, 70], [False, 30, 70], [False, True]])
+def test_offsets_in_a_graph_are_ints(offsets: list[Any]) -> None:
+    """A cast would cut them off."""
+    step = steps.make_step((70,), (1, 2))
+
+    def layer(q: Tensor) -> Tensor:
+        return chunk_gated_delta_rule(q, step.k, step.v, step.g, step.beta, cu_seqlens_cpu=offsets)[0]
+
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        with pytest.raises(Exception, match=r"chunk_gated_delta_rule: cu_seqlens_cpu"):
+            function(step.q)
+
+
+OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "scale": ({"scale": 0.5}, {}),
+    "use_qk_l2norm_in_kernel": ({"use_qk_l2norm_in_kernel": True}, {}),
+    "state_v_first": ({}, {"state_v_first": True}),
+    "plan": ({"plan": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("field", [*OTHER, "shape"])
+def test_a_graph_refuses_the_saved_set_of_another_eager_call(field: str) -> None:
+    """All but the offsets: a trace does not know them."""
+    step, tokens = steps.make_step((70,), (1, 2)), 20 if field == "shape" else 70
+    rows = [t[:, :tokens] for t in (step.q, step.k, step.v, step.g, step.beta)]
+    eager, traced = OTHER.get(field, ({}, {}))
+    *_, saved = chunk_gated_delta_rule_fwd(*rows, **eager)
+
+    def gradient(q: Tensor, **options: Any) -> Any:
+        return chunk_gated_delta_rule_bwd(q, step.k, step.v, step.g, step.beta, step.do, saved=saved, **options)[0]
+
+    with pytest.raises(Exception, match=rf"saved is of a forward with {field} "):
+        torch.compile(gradient, fullgraph=True, backend="aot_eager")(step.q, **traced)
+    *_, saved = chunk_gated_delta_rule_fwd(step.q, step.k, step.v, step.g, step.beta)
+    torch._dynamo.reset()
+    got = torch.compile(gradient, fullgraph=True, backend="aot_eager")(step.q)
+    assert_same_bits(got, gradient(step.q), "dq")
+
+
+def test_offsets_of_a_graph_may_be_symbols() -> None:
+    step = steps.make_step((70,), (1, 2))
+
+    def layer(q: Tensor, middle: int) -> Tensor:
+        return chunk_gated_delta_rule(q, step.k, step.v, step.g, step.beta, cu_seqlens_cpu=[0, middle, 70])[0]
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for middle in (30, 31, 64):
+        assert torch.equal(compiled(step.q, middle), layer(step.q, middle))
+
+
 def test_a_packed_row_compiles_with_the_eager_bits() -> None:
     step = steps.make_step((70,), (1, 2))
 

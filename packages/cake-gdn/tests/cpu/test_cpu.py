@@ -246,9 +246,11 @@ def test_the_strong_gate_gradient_is_not_lost_to_cancellation() -> None:
 # --- reproducibility --------------------------------------------------------------------------------------------
 
 
-def test_the_bits_repeat_and_do_not_depend_on_the_number_of_threads() -> None:
-    """R92."""
-    step = steps.make_step((130, 70), (1, 2), state=True)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("heads", [(1, 1), (1, 2), (1, 3)])
+def test_the_bits_repeat_and_do_not_depend_on_the_number_of_threads(heads: tuple[int, int], dtype: str) -> None:
+    """R92. Heads that the threads divide, and that they do not."""
+    step = steps.make_step((130, 70), heads, dtype=dtype, state=True)
     first = step.run()
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)

@@ -16,6 +16,7 @@ from cake_gdn import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_bwd,
     chunk_gated_delta_rule_fwd,
+    gated_delta_rule_reference,
     gdn_kcp_comm_bytes,
     gdn_saved_bytes,
     gdn_workspace_bytes,
@@ -61,6 +62,11 @@ def host(offsets: Any, **given: Any) -> Call:
 
 def kcp(context: Any, **given: Any) -> Call:
     return op(cp_context=context, cu_seqlens=None, initial_state=None, **given)
+
+
+def absent(value: Any = None) -> Any:
+    """A value of a wrong type, which no type checker looks into."""
+    return value
 
 
 def wider(t: torch.Tensor) -> torch.Tensor:
@@ -195,6 +201,10 @@ CASES = [
     case("context-bwd-dht", ValueError, r": dht",
          bwd(cp_context=ONE_RANK, cu_seqlens=None, initial_state=None, dht=DHT)),
     # Packed rows.
+    case("views-int", ValueError, r"packed_qkv_views: qkv is torch.int64",
+         lambda: packed_qkv_views(torch.zeros(1, 2, 512, dtype=torch.int64), num_qk_heads=1, num_v_heads=2)),
+    case("views-complex", ValueError, r"packed_qkv_views: qkv is torch.complex64",
+         lambda: packed_qkv_views(torch.zeros(1, 2, 512, dtype=torch.complex64), num_qk_heads=1, num_v_heads=2)),
     case("views-list", TypeError, r"packed_qkv_views: qkv is list",
          lambda: packed_qkv_views([], num_qk_heads=1, num_v_heads=2)),
     case("views-channels", ValueError, r"packed_qkv_views: qkv is .*511.*512",
@@ -212,15 +222,28 @@ CASES = [
          lambda: gdn_workspace_bytes(6.0, 2, 1, 2)),
     case("bytes-heads", ValueError, r"gdn_saved_bytes: num_v_heads is 3",
          lambda: gdn_saved_bytes(6, 2, 2, 3, save="full", use_qk_l2norm_in_kernel=True)),
-    case("bytes-save-list", TypeError, r"gdn_saved_bytes: save is",
-         lambda: gdn_saved_bytes(6, 2, 1, 2, save=["full"], use_qk_l2norm_in_kernel=True)),
     case("bytes-tapes", TypeError, r"gdn_workspace_bytes: tape_dtype is",
          lambda: gdn_workspace_bytes(6, 2, 1, 2, tape_dtype=torch.float32)),
-    case("bytes-norm", TypeError, r"gdn_saved_bytes: use_qk_l2norm_in_kernel is 'no'",
-         lambda: gdn_saved_bytes(6, 2, 1, 2, save="full", use_qk_l2norm_in_kernel="no")),
-    case("bytes-context", TypeError, r"gdn_saved_bytes: cp_context is int",
-         lambda: gdn_saved_bytes(6, 2, 1, 2, save="full", use_qk_l2norm_in_kernel=True, cp_context=3)),
-    case("comm-context", TypeError, r"gdn_kcp_comm_bytes: ctx is list", lambda: gdn_kcp_comm_bytes([], 2)),
+    case("bytes-save-none", TypeError, r"gdn_saved_bytes: save is None",
+         lambda: gdn_saved_bytes(6, 2, 1, 2, save=absent(), use_qk_l2norm_in_kernel=True)),
+    case("bytes-norm", TypeError, r"gdn_saved_bytes: use_qk_l2norm_in_kernel is 1",
+         lambda: gdn_saved_bytes(6, 2, 1, 2, save="full", use_qk_l2norm_in_kernel=1)),
+    case("bytes-tape-list", TypeError, r"gdn_saved_bytes: tape_dtype is \[\]",
+         lambda: gdn_saved_bytes(6, 2, 1, 2, save="full", use_qk_l2norm_in_kernel=True, tape_dtype=absent([]))),
+    case("bytes-context", TypeError, r"gdn_saved_bytes: cp_context is str",
+         lambda: gdn_saved_bytes(6, 2, 1, 2, save="full", use_qk_l2norm_in_kernel=True, cp_context="zigzag")),
+    case("workspace-tape-list", TypeError, r"gdn_workspace_bytes: tape_dtype is \[\]",
+         lambda: gdn_workspace_bytes(6, 2, 1, 2, tape_dtype=absent([]))),
+    case("comm-context", TypeError, r"gdn_kcp_comm_bytes: ctx is NoneType", lambda: gdn_kcp_comm_bytes(None, 2)),
+    case("reference-decreasing", ValueError, r"gated_delta_rule_reference: cu_seqlens\[2\] is 2",
+         lambda: gated_delta_rule_reference(Q, K, V, G, BETA, cu_seqlens=[0, 4, 2, 6])),
+    case("reference-above", ValueError, r"gated_delta_rule_reference: cu_seqlens\[1\] is 7",
+         lambda: gated_delta_rule_reference(Q, K, V, G, BETA, cu_seqlens=torch.tensor([0, 7]))),
+    case("reference-floats", TypeError, r"gated_delta_rule_reference: cu_seqlens\[1\] is 2.5",
+         lambda: gated_delta_rule_reference(Q, K, V, G, BETA, cu_seqlens=absent([0, 2.5, 6]))),
+    case("reference-batch", ValueError, r"gated_delta_rule_reference: cu_seqlens is given with q of batch size 2",
+         lambda: gated_delta_rule_reference(*(x.repeat(2, *[1] * (x.dim() - 1)) for x in (Q, K, V, G, BETA)),
+                                            cu_seqlens=[0, 6])),
     case("comm-heads", ValueError, r"gdn_kcp_comm_bytes: num_v_heads is 0", lambda: gdn_kcp_comm_bytes(ONE_RANK, 0)),
 ]  # fmt: skip
 

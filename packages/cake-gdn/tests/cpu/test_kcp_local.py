@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,17 @@ from cake_core.kcp import (
     state_tables,
 )
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
-from cake_gdn import chunk_gated_delta_rule, gdn_kcp_comm_bytes
+from cake_gdn import (
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+    gdn_kcp_comm_bytes,
+)
 from cake_gdn.testing import budgets, steps
 from cake_gdn.testing.parallel import Batch, local_step, ragged, rank_step, single_step
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
@@ -470,6 +477,33 @@ def test_a_context_that_fla_built_gives_the_bits_of_our_own(lengths: tuple[int, 
     for r, result in enumerate(local.run(step)):
         steps.assert_same_step(result, want[r], f"rank {r}")
     assert {kind for _, kind, _ in local.calls} == {"all_gather"}
+
+
+@pytest.mark.parametrize("operand", [*"qkvg", "beta", "do"])
+def test_the_result_of_a_collective_that_still_runs_is_an_operand_as_any(operand: str) -> None:
+    """Wrappers go to registered operators outside of a context; those have no exchange, and know no fragments."""
+    ctx = build_context_kcp(partition_kcp((0, 30, 70), 1, "zigzag"), None, 0, "cpu")
+    step = replace(steps.make_step((30, 40), (1, 2)), cu=None)
+    want = step.run(cp_context=ctx)
+    wrapped = replace(step, **{operand: collectives.AsyncCollectiveTensor(getattr(step, operand))})
+    steps.assert_same_step(wrapped.run(cp_context=ctx), want, operand)
+    steps.assert_same_step(wrapped.run(save="none", cp_context=ctx), want, operand)
+    steps.assert_same_step(wrapped.differentiate(cp_context=ctx), want, operand)
+
+
+def test_a_tracer_records_no_call_under_a_context() -> None:
+    """It would record one document, and no exchange."""
+    ctx = build_context_kcp(partition_kcp((0, 30, 70), 1, "zigzag"), None, 0, "cpu")
+    step = steps.make_step((70,), (1, 2))
+    given = step.k, step.v, step.g, step.beta
+    calls: tuple[Callable[[Tensor], Any], ...] = (
+        lambda q: chunk_gated_delta_rule(q, *given, cp_context=ctx)[0],
+        lambda q: chunk_gated_delta_rule_fwd(q, *given, cp_context=ctx)[0],
+        lambda q: chunk_gated_delta_rule_bwd(q, *given, step.do, cp_context=ctx)[0],
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="cp_context is given to a call that is traced"):
+            make_fx(call)(step.q)
 
 
 def test_a_context_of_fla_without_a_group_is_no_context_parallelism() -> None:

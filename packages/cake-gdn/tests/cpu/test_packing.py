@@ -13,6 +13,7 @@ from cake_core.testing.operands import normal
 from cake_gdn import chunk_gated_delta_rule, chunk_gated_delta_rule_fwd, packed_qkv_views
 from cake_gdn.testing import budgets, steps
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 
 BF16 = torch.bfloat16
 LENGTHS = (0, 37, 1, 64, 0, 91, 0)
@@ -144,6 +145,15 @@ def test_offsets_of_either_dtype_on_the_host_or_the_device(dtype: torch.dtype) -
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_cpu"])
+def test_offsets_may_be_the_result_of_a_collective_that_still_runs(name: str) -> None:
+    """A wrapper has no memory of its own: its address is 0."""
+    step = replace(steps.make_step((70,), (1, 2)), cu=None)
+    cu = steps.offsets((30, 40))
+    want = step.run(cu_seqlens_cpu=cu)
+    steps.assert_same_step(step.run(**{name: collectives.AsyncCollectiveTensor(cu)}), want, name)
 
 
 def test_a_batch_is_packed_documents_of_one_length() -> None:

@@ -107,6 +107,21 @@ def test_what_the_forward_keeps_does_not_change_a_bit(launched: list[str]) -> No
     assert_same_step(step.differentiate(), want, "autograd")
 
 
+def test_a_negated_view_is_read_as_what_it_says(launched: list[str]) -> None:
+    """The imaginary part of a conjugate: FP32 whose memory holds the numbers with the other sign."""
+
+    def negated(x: Tensor | None) -> Tensor:
+        assert x is not None
+        view = torch.complex(torch.zeros_like(x.float()), -x.float()).conj().imag
+        assert view.is_neg()
+        return view
+
+    step = make_step((65, 20), (1, 2), state=True)
+    step = replace(step, beta=step.beta.float())
+    other = replace(step, g=negated(step.g), beta=negated(step.beta), state=negated(step.state), dht=negated(step.dht))
+    assert_same_step(other.run(), step.run(), "negated")
+
+
 def test_offsets_that_the_device_alone_knows_give_the_same_bits(
     launched: list[str], request: pytest.FixtureRequest
 ) -> None:

@@ -268,10 +268,13 @@ def _heads(value: Tensor) -> Tensor:
 
 
 def _gate(value: Tensor, *, narrow: bool = False) -> Tensor:
-    """FP32; ``narrow``: BF16 stays. Batch rows whose tokens no single stride walks are copied."""
+    """FP32; ``narrow``: BF16 stays. Batch rows whose tokens no single stride walks are copied, and so are negated
+    views, whose memory holds other numbers."""
     dtype = value.dtype
     if dtype is not torch.float32 and not (narrow and dtype is torch.bfloat16):
         value = value.float()
+    if value.is_neg():
+        return value.resolve_neg()
     if value.is_contiguous() or value.shape[0] == 1 or value.stride(0) == value.shape[1] * value.stride(1):
         return value
     return value.contiguous()
@@ -290,8 +293,8 @@ def _rows(states: States | None, docs: Documents) -> _Rows:
 
 
 def _state_rows(states: States) -> Tensor:
-    """[R, HV, K, V] FP32 as the kernels read it: dense, K or V first."""
-    rows = states.rows.float()
+    """[R, HV, K, V] FP32 as the kernels read it: dense, K or V first, no negated view."""
+    rows = states.rows.float().resolve_neg()
     dense = rows.is_contiguous() or rows.mT.is_contiguous()
     return rows if dense else rows.contiguous()
 
