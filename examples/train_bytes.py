@@ -15,7 +15,8 @@ neither convolution nor attention reads across a boundary, so moving one boundar
 With ``--layers gdn,gdn,gdn,attention`` the model is a hybrid: a block named gdn mixes its tokens with a gated delta
 rule (``chunk_gated_delta_rule``) behind a short convolution of q, k and v, its decay and beta come from the same fused
 projection, and its output is normalised and gated head by head. Instead of all earlier bytes it keeps one 128 x 128
-matrix a head. Files are documents as with ``--conv``.
+matrix a head. A block named gqa is the attention of such models: two query heads of 256 channels share a key head
+(``varlen_gqa_attention``), and a quarter of the channels has rotary positions. Files are documents as with ``--conv``.
 """
 
 from __future__ import annotations
@@ -44,15 +45,19 @@ import torch.nn.functional as F
 from cake_conv1d import causal_conv1d
 from cake_core import configure
 from cake_core.device import device_arch
-from cake_gdn import chunk_gated_delta_rule, is_supported, packed_qkv_views
+from cake_gdn import chunk_gated_delta_rule, packed_qkv_views
+from cake_gdn import is_supported as gdn_is_supported
+from cake_gqa import is_supported as gqa_is_supported
+from cake_gqa import varlen_gqa_attention
 from cake_norms.gated_rmsnorm import rmsnorm_silu_gate
 from cake_norms.rmsnorm import ZeroCenteredRMSNorm
 from torch import Tensor, nn
 
 WIDTH, HEAD_DIM, LAYERS, CONTEXT, BATCH, TAPS = 128, 64, 4, 256, 4, 4
 KEY_HEADS, VALUE_HEADS, STATE_DIM = 1, 2, 128  # of a gdn block; two value heads share q and k
-MIXERS = ("attention", "gdn")
-END = 0  # with --conv or a gdn block: the byte between two documents
+GQA_HEADS, GQA_KEY_HEADS, GQA_DIM = 2, 1, 256  # of a gqa block
+MIXERS = ("attention", "gdn", "gqa")
+END = 0  # with --conv, a gdn or a gqa block: the byte between two documents
 LEARNING_RATE, WARMUP = 4e-3, 30
 HELD_OUT_SHARE = 16  # one file in 16 is never trained on
 
@@ -195,13 +200,50 @@ class GatedDelta(nn.Module):
         return self.out(y.flatten(-2).view(*x.shape[:-1], -1))
 
 
+class GroupedAttention(nn.Module):
+    """Causal attention whose query heads share a key head, documents packed; normalised and gated like the others."""
+
+    SIZES = (
+        (GQA_HEADS + 2 * GQA_KEY_HEADS) * GQA_DIM,  # q, k, v
+        GQA_HEADS * GQA_DIM,  # gate
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, sum(self.SIZES), bias=False)
+        self.norm_weight = nn.Parameter(torch.ones(GQA_DIM))
+        self.out = nn.Linear(GQA_HEADS * GQA_DIM, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, docs: Documents | None) -> Tensor:
+        assert docs is not None
+        qkv, gate = self.project(x).split(self.SIZES, dim=-1)  # views
+        qk, v = qkv.unflatten(-1, (-1, GQA_DIM)).split((GQA_HEADS + GQA_KEY_HEADS, GQA_KEY_HEADS), dim=2)
+        qk = torch.cat((rotate(qk[..., :HEAD_DIM], cos, sin), qk[..., HEAD_DIM:]), dim=-1).flatten(0, 1)
+        q, k = qk.split((GQA_HEADS, GQA_KEY_HEADS), dim=1)
+        cu = docs.cu_seqlens
+        y = varlen_gqa_attention(q, k, v.flatten(0, 1), cu, cu, max_seqlen_k=CONTEXT)  # v: a slice of the projection
+        assert isinstance(y, Tensor)
+        y = rmsnorm_silu_gate(y, gate.unflatten(-1, (-1, GQA_DIM)).flatten(0, 1), self.norm_weight)
+        return self.out(y.flatten(-2).view(*x.shape[:-1], -1))
+
+
+def mixer_of(name: str, conv: bool) -> nn.Module:
+    """The block part of that name in MIXERS."""
+    return Attention(conv) if name == "attention" else GatedDelta() if name == "gdn" else GroupedAttention()
+
+
+def packs_documents(conv: bool, mixers: Sequence[str]) -> bool:
+    """Whether the model reads where documents begin."""
+    return conv or any(mixer != "attention" for mixer in mixers)
+
+
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)) with a squared ReLU. The mixer is attention or a gated delta rule."""
 
     def __init__(self, conv: bool, mixer: str) -> None:
         super().__init__()
         self.attention_norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
-        self.attention = GatedDelta() if mixer == "gdn" else Attention(conv)
+        self.attention = mixer_of(mixer, conv)
         self.mlp_norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
         self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
@@ -220,7 +262,7 @@ class ByteModel(nn.Module):
     def __init__(self, dtype: torch.dtype, conv: bool, mixers: Sequence[str] = ()) -> None:
         super().__init__()
         mixers = mixers or ("attention",) * LAYERS
-        self.dtype, self.reads_documents = dtype, conv or "gdn" in mixers
+        self.dtype, self.reads_documents = dtype, packs_documents(conv, mixers)
         self.embed = nn.Embedding(256, WIDTH)
         self.blocks = nn.ModuleList(Block(conv, mixer) for mixer in mixers)
         self.norm = ZeroCenteredRMSNorm(WIDTH, device="cpu")
@@ -386,7 +428,7 @@ def layers(text: str) -> tuple[str, ...]:
     found = tuple(text.split(","))
     for mixer in found:
         if mixer not in MIXERS:
-            raise argparse.ArgumentTypeError(f"{mixer!r} is no block; needs {' or '.join(MIXERS)}, separated by commas")
+            raise argparse.ArgumentTypeError(f"{mixer!r} is no block; needs some of {', '.join(MIXERS)}, with commas")
     return found
 
 
@@ -408,10 +450,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} is {getattr(args, name)}; needs {low} to {high}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda; needs a CUDA device that torch can use (run without it on the CPU)")
-    if args.device == "cuda" and "gdn" in (args.layers or ()):
-        arch = device_arch()
-        if not is_supported(KEY_HEADS, VALUE_HEADS, arch=arch):
-            parser.error(f"--layers has gdn, which has no kernels for {arch}; needs --device cpu")
+    if args.device == "cuda":
+        served = {
+            "gdn": lambda arch: gdn_is_supported(KEY_HEADS, VALUE_HEADS, arch=arch),
+            "gqa": lambda arch: gqa_is_supported(GQA_HEADS, GQA_KEY_HEADS, GQA_DIM, arch=arch),
+        }
+        for mixer in sorted(served.keys() & set(args.layers or ())):
+            arch = device_arch()
+            if not served[mixer](arch):
+                parser.error(f"--layers has {mixer}, which has no kernels for {arch}; needs --device cpu")
     if args.text is not None and not args.text.exists():
         parser.error(f"--text is {args.text}; needs an existing file or folder")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -437,10 +484,10 @@ def main(argv: list[str] | None = None) -> int:
         cake_gated_rmsnorm_variant=args.variant,
         cake_conv1d_variant=args.variant,
         cake_gdn_variant=args.variant,
+        cake_gqa_variant=args.variant,
     )
     try:
-        by_file = args.conv or "gdn" in (args.layers or ())
-        parts = read_text(args.text, bytes([END]) if by_file else b"\n")
+        parts = read_text(args.text, bytes([END]) if packs_documents(args.conv, args.layers or ()) else b"\n")
         text, held = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
     except (OSError, ValueError) as error:
         print(f"train_bytes: {error}", file=sys.stderr)
@@ -466,8 +513,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"speed: {history.tokens_per_second:,.0f} tokens/s")
     print(f"weights sha256 ({threads}): {weights_sha256(model)}")
     if args.plot is not None:
-        ops = "norms and convolution" if args.conv else "norms"
-        ops = "norms, convolution and gated delta rule" if "gdn" in (args.layers or ()) else ops
+        used = {"gdn": ("convolution", "gated delta rule"), "gqa": ("attention",)}
+        parts_of = [name for mixer in dict.fromkeys(args.layers or ()) for name in used.get(mixer, ())]
+        ops = ", ".join(dict.fromkeys(["norms", *(["convolution"] if args.conv else []), *parts_of]))
         plot(history, f"{size / 1e6:.1f} M byte model with Cake {ops} on {source}", args.plot)
         print(f"plot: {args.plot}")
     if args.save is not None:

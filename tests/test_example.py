@@ -61,7 +61,11 @@ def sha256(output: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("options", [(), ("--conv",), ("--layers", "gdn,attention")], ids=["norms", "conv", "gdn"])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--conv",), ("--layers", "gdn,attention"), ("--layers", "gqa")],
+    ids=["norms", "conv", "gdn", "gqa"],
+)
 def test_two_det_runs_end_with_the_same_weights_and_another_seed_does_not(
     example: ModuleType, text: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,11 +79,15 @@ def test_two_det_runs_end_with_the_same_weights_and_another_seed_does_not(
 @pytest.mark.parametrize("variant", ["det", "fast"])
 def test_the_variant_reaches_every_op(example: ModuleType, text: Path, variant: str) -> None:
     assert example.main([*SHORT, "--text", str(text), "--variant", variant]) == 0
-    assert {config.variant(op) for op in ("rmsnorm", "gated_rmsnorm", "conv1d", "gdn")} == {variant}
+    assert {config.variant(op) for op in ("rmsnorm", "gated_rmsnorm", "conv1d", "gdn", "gqa")} == {variant}
     assert torch.are_deterministic_algorithms_enabled() == (variant == "det")
 
 
-@pytest.mark.parametrize("options", [(), ("--conv",), ("--layers", "gdn,attention")], ids=["norms", "conv", "gdn"])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--conv",), ("--layers", "gdn,attention"), ("--layers", "gqa")],
+    ids=["norms", "conv", "gdn", "gqa"],
+)
 def test_a_learnable_text_is_learned(
     example: ModuleType, text: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,11 +366,11 @@ def test_too_little_text_is_an_error_without_a_traceback(
 # --layers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hybrid(example: ModuleType) -> nn.Module:
-    """A gated delta rule behind attention, with a head that tells its inputs apart."""
+@pytest.fixture(params=["gdn", "gqa"])
+def hybrid(example: ModuleType, request: pytest.FixtureRequest) -> nn.Module:
+    """A block of the kind behind attention, with a head that tells its inputs apart."""
     torch.manual_seed(0)
-    model = example.ByteModel(torch.float32, False, ("attention", "gdn"))
+    model = example.ByteModel(torch.float32, False, ("attention", request.param))
     nn.init.normal_(model.head.weight, std=0.1)
     return model
 
@@ -380,7 +388,7 @@ def test_with_gdn_a_fresh_process_ends_with_the_same_weights(
 
 
 @pytest.mark.parametrize(("row", "begin"), [(0, 0), (0, 11), (1, 20)])
-def test_with_gdn_a_document_has_the_bits_that_it_has_alone(
+def test_a_document_has_the_bits_that_it_has_alone(
     example: ModuleType, hybrid: nn.Module, row: int, begin: int
 ) -> None:
     """Bytes of other documents change neither its logits nor what its loss does to its own embeddings."""
@@ -396,7 +404,7 @@ def test_with_gdn_a_document_has_the_bits_that_it_has_alone(
     assert not torch.equal(hybrid(tokens)[row, begin:end], hybrid(tokens.roll(1, 1))[row, begin:end])
 
 
-def test_every_weight_of_a_gdn_block_is_trained(example: ModuleType, hybrid: nn.Module) -> None:
+def test_every_weight_of_a_block_is_trained(example: ModuleType, hybrid: nn.Module) -> None:
     tokens = torch.randint(1, 256, (2, 32), generator=torch.Generator().manual_seed(1))
     example.bits(hybrid, tokens, tokens.roll(-1, 1)).backward()
     for name, weight in hybrid.blocks[1].attention.named_parameters():
@@ -410,14 +418,15 @@ def test_blocks_that_do_not_exist_are_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         example.main([*SHORT, "--layers", given])
-    assert "is no block; needs attention or gdn" in capsys.readouterr().err
+    assert "is no block; needs some of attention, gdn, gqa" in capsys.readouterr().err
 
 
-def test_gdn_is_refused_on_a_device_that_it_has_no_kernels_for(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("mixer", ["gdn", "gqa"])
+def test_a_block_is_refused_on_a_device_that_it_has_no_kernels_for(
+    example: ModuleType, mixer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(example, "device_arch", lambda: "sm_80")
     with pytest.raises(SystemExit):
-        example.main([*SHORT, "--device", "cuda", "--layers", "gdn"])
-    assert "--layers has gdn, which has no kernels for sm_80" in capsys.readouterr().err
+        example.main([*SHORT, "--device", "cuda", "--layers", mixer])
+    assert f"--layers has {mixer}, which has no kernels for sm_80" in capsys.readouterr().err
