@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -179,9 +180,12 @@ def host_ints(values: Tensor) -> tuple[int, ...]:
     """
     if values.data_ptr() == 0 and values.numel() > 0:
         values = values.clone()
-    kind = ctypes.c_int32 if values.dtype == torch.int32 else ctypes.c_int64
     count = values.numel()
-    return tuple((kind * count).from_address(values.data_ptr())) if count else ()
+    if not count:
+        return ()
+    # Not by from_address of a ctypes array: torch.compile of torch 2.13 dies of that on Python 3.13.
+    kind, width = ("i", 4) if values.dtype == torch.int32 else ("q", 8)
+    return struct.unpack(f"={count}{kind}", ctypes.string_at(values.data_ptr(), count * width))
 
 
 def is_abstract(value: Tensor) -> bool:
