@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cake_core import bench, config
+from cake_core import bench, bench_peers, config
 from cake_core.bench_report import newest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -267,7 +267,7 @@ def test_peers_of_the_convolution_are_warmed_side_by_side(
     monkeypatch.setenv("FLA_CACHE_RESULTS", "1")
     monkeypatch.setattr(conv, "COMPILED", {"fla": "json", "fla gluon": "json.missing", "torch.compile": "missing"})
     with monkeypatch.context() as patched:
-        patched.setattr(conv.subprocess, "run", run)
+        patched.setattr(bench_peers.subprocess, "run", run)
         assert conv.main(["--warm", "--device", "cpu", "--rows", "contiguous"]) == 0
     # Nine sizes with offsets and without, and one with FP32 taps; those of 16 documents are those of 200.
     assert len(started) == 2 * 9 + 1
@@ -441,18 +441,13 @@ def test_peers_are_warmed_side_by_side(
     """A process for each peer and pair of heads, the shortest shape of each kind; one pair runs here."""
     started: list[list[str]] = []
 
-    class Process:
-        returncode = 0
-
-        def __init__(self, command: list[str], **given: Any) -> None:
-            assert os.environ["FLA_CACHE_RESULTS"] == "0"
-            started.append(command[2:])
-
-        def communicate(self) -> tuple[str, None]:
-            return "", None
+    def run(command: list[str], **given: Any) -> Any:
+        assert os.environ["FLA_CACHE_RESULTS"] == "0"
+        started.append(command[2:])
+        return subprocess.CompletedProcess(command, 0, stdout="")
 
     monkeypatch.setenv("FLA_CACHE_RESULTS", "1")
-    monkeypatch.setattr(gdn.subprocess, "Popen", Process)
+    monkeypatch.setattr(bench_peers.subprocess, "run", run)
     monkeypatch.setattr(gdn, "SHAPES", {shape: gdn.SHAPES[shape] for shape in gdn.BARS})
     args = ["--warm", "--accuracy", "--device", "cpu"]
     assert gdn.main(args) == 0

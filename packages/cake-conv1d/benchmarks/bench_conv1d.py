@@ -20,11 +20,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from statistics import median
@@ -35,6 +33,7 @@ import torch
 from cake_conv1d.testing.shapes import BENCH
 from cake_core.bench import BenchTarget, absence, run_bench, write_json
 from cake_core.bench_bars import absent_line, copy_run, fast_bar, heading, peer_bar, rate_bar, rates, verdict
+from cake_core.bench_peers import load_peers, side_by_side, warm_pass
 from cake_core.bench_report import Comparison, comparisons, geomeans, label, size_of
 from cake_core.bench_timers import captured
 from conv_operands import PASSES, Conv, Run
@@ -154,17 +153,11 @@ def warm(args: argparse.Namespace) -> int:
     for pass_ in args.passes or ():
         same += ["--pass", pass_]
 
-    def run(job: tuple[str, str]) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, __file__, *same, "--peers", job[0], "--shape", job[1]]
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    failed, begin = 0, time.monotonic()
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        for (name, shape), done in zip(jobs.values(), pool.map(run, jobs.values()), strict=True):
-            failed |= done.returncode
-            print(f"== {name} {shape}: exit {done.returncode}, {time.monotonic() - begin:.0f} s", flush=True)
-            print(done.stdout, end="", flush=True)
-    return int(failed != 0)
+    commands = {
+        f"{name} {shape}": [sys.executable, __file__, *same, "--peers", name, "--shape", shape]
+        for name, shape in jobs.values()
+    }
+    return side_by_side(commands, _say, at_once=max(1, (os.cpu_count() or 1) // 2))
 
 
 def _installed(module: str) -> bool:
@@ -175,23 +168,18 @@ def _installed(module: str) -> bool:
 
 
 def _warm(args: argparse.Namespace, name: str, shape: str) -> None:
-    """A failure is named and none of this run: the timing run leaves the peer out with the same reason."""
     conv = Conv.make(args.device, **_shapes(args)[shape])
     for pass_ in args.passes or PASSES:
-        begin = time.monotonic()
-        try:
-            peer = PEERS[name](conv)
-            if pass_ not in peer.passes:
-                continue
-            if peer.before is not None:
-                peer.before()
-            peer.passes[pass_]()()
-            if args.device == "cuda":
-                torch.cuda.synchronize()
-            what = "ran"
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"[:500]
-        print(f"warm {name} {pass_} {shape}: {time.monotonic() - begin:.1f} s, {what}", flush=True)
+        warm_pass(name, pass_, shape, partial(_pass, name, conv, pass_), _say, device=args.device)
+
+
+def _pass(name: str, conv: Conv, pass_: str) -> Run | None:
+    peer = PEERS[name](conv)
+    if pass_ not in peer.passes:
+        return None
+    if peer.before is not None:
+        peer.before()
+    return peer.passes[pass_]()
 
 
 def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[BenchTarget]:
@@ -206,24 +194,8 @@ def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[
             continue
         conv = Conv.make(args.device, **params)
         graphed = shape in _graphed(args)
-        built = {} if graphed else _load(peers, conv, shape, absent)
+        built = {} if graphed else load_peers(peers, conv, absent, op=OP, shape=shape)
         yield from _row(args, conv, shape, params, built, absent, graphed=graphed)
-
-
-def _load(
-    peers: dict[str, Callable[[Conv], Peer]], conv: Conv, shape: str, absent: list[dict[str, str]]
-) -> dict[str, Peer]:
-    """The peers on these operands; one that cannot be imported is not asked again."""
-    built: dict[str, Peer] = {}
-    for name, load in [*peers.items()]:
-        try:
-            built[name] = load(conv)
-        except ImportError as error:
-            absent.append(absence(error, impl=name, op=OP))
-            del peers[name]
-        except Exception as error:
-            absent.append(absence(error, impl=name, op=OP, shape=shape))
-    return built
 
 
 def _row(
@@ -294,7 +266,8 @@ def host_times(args: argparse.Namespace) -> list[dict[str, Any]]:
     runs: list[tuple[dict[str, Any], Callable[[], None], Run]] = [
         ({"impl": "cake", "variant": "det", "version": version("cake-conv1d")}, det, conv_operands.ours(conv)["step"])
     ]
-    for name, peer in _load({name: PEERS[name] for name in args.peers}, conv, shape, []).items():
+    asked = {name: PEERS[name] for name in args.peers}
+    for name, peer in load_peers(asked, conv, [], op=OP, shape=shape).items():
         if "step" in peer.passes:
             row = {"impl": name, "variant": None, "version": peer.version}
             runs.append((row, peer.before or _nothing, peer.passes["step"]()))
@@ -327,6 +300,10 @@ def _host_samples(device: str, before: Callable[[], None], run: Run) -> list[flo
 
 def _nothing() -> None:
     pass
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _progress(row: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,10 +32,11 @@ import gdn_operands
 import torch
 from cake_core.bench import BenchTarget, absence, run_bench, write_json
 from cake_core.bench_bars import absent_line, fast_bar, peer_bar, verdict
+from cake_core.bench_peers import load_peers, side_by_side, warm_pass
 from cake_core.bench_report import Comparison, comparisons, geomeans, label
 from cake_gdn.testing.shapes import BENCH
 from gdn_accuracy import accuracies, accuracy_lines
-from gdn_operands import PASSES, SAVES, Gdn
+from gdn_operands import PASSES, SAVES, Gdn, Run
 from gdn_peers import BF16_BUDGETS, PEERS, Peer
 
 OP = "gdn"
@@ -163,25 +163,16 @@ def warm(args: argparse.Namespace) -> int:
     same = ["--quick"] if args.quick else []
     for pass_ in args.passes or ():
         same += ["--pass", pass_]
-    begin, running = time.monotonic(), {}
+    commands: dict[str, list[str]] = {}
     for (name, heads), shapes in jobs.items():
         own = [*same, "--peers", name, "--device", args.device]
         own += ["--accuracy"] if args.accuracy and heads == _accuracy(args)["heads"] else []
         own += [part for one in shapes for part in ("--shape", one)]
-        command = [sys.executable, __file__, "--warm", *own]
-        running[name, heads] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    failed = 0
-    for (name, heads), process in running.items():
-        out, _ = process.communicate()
-        failed |= process.returncode
-        print(
-            f"== {name}, heads {heads}: exit {process.returncode}, {time.monotonic() - begin:.0f} s\n{out}", flush=True
-        )
-    return int(failed != 0)
+        commands[f"{name}, heads {heads}"] = [sys.executable, __file__, "--warm", *own]
+    return side_by_side(commands, _say)
 
 
 def _warm(args: argparse.Namespace, name: str, shapes: Sequence[str]) -> None:
-    """A pass that fails is named and no failure of this run: the timing run leaves it out with the same reason."""
     operands: list[tuple[str, Callable[[], Gdn]]] = [
         (shape, partial(Gdn.make, args.device, **_shapes(args)[shape])) for shape in shapes
     ]
@@ -190,15 +181,11 @@ def _warm(args: argparse.Namespace, name: str, shapes: Sequence[str]) -> None:
     for shape, make in operands:
         gdn = make()
         for pass_ in args.passes or PASSES:
-            begin = time.monotonic()
-            try:
-                PEERS[name](gdn).passes[pass_]()()
-                if args.device == "cuda":
-                    torch.cuda.synchronize()
-                what = "ran"
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"[:500]
-            print(f"warm {name} {pass_} {shape}: {time.monotonic() - begin:.1f} s, {what}", flush=True)
+            warm_pass(name, pass_, shape, partial(_pass, name, gdn, pass_), _say, device=args.device)
+
+
+def _pass(name: str, gdn: Gdn, pass_: str) -> Run:
+    return PEERS[name](gdn).passes[pass_]()
 
 
 def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[BenchTarget]:
@@ -210,26 +197,10 @@ def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[
             absent.append(absence(f"--budget of {args.budget:g} s was used up", impl="all", op=OP, shape=shape))
             continue
         gdn = Gdn.make(args.device, **params)
-        built = _load(peers, gdn, shape, absent)
+        built = load_peers(peers, gdn, absent, op=OP, shape=shape)
         for save in SAVES:
             if save in args.save:
                 yield from _rows(args, gdn, shape, params, save, {} if save == "light" else built, absent)
-
-
-def _load(
-    peers: dict[str, Callable[[Gdn], Peer]], gdn: Gdn, shape: str, absent: list[dict[str, str]]
-) -> dict[str, Peer]:
-    """The peers on these operands; one that cannot be imported is not asked again."""
-    built: dict[str, Peer] = {}
-    for name, load in [*peers.items()]:
-        try:
-            built[name] = load(gdn)
-        except ImportError as error:
-            absent.append(absence(error, impl=name, op=OP))
-            del peers[name]
-        except Exception as error:
-            absent.append(absence(error, impl=name, op=OP, shape=shape))
-    return built
 
 
 def _rows(
@@ -284,6 +255,10 @@ def _row_params(params: Mapping[str, Any], save: str) -> dict[str, Any]:
     lengths, heads = params["lengths"], params["heads"]
     some = {"tokens": sum(lengths), "heads": f"{heads[0]}/{heads[1]}", "documents": len(lengths)}
     return {**some, **{name: value for name, value in params.items() if name not in ("lengths", "heads")}, "save": save}
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _progress(row: Mapping[str, Any]) -> None:

@@ -16,10 +16,9 @@ times nothing; what they compiled lies in their caches on disk afterwards.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -28,11 +27,12 @@ import gqa_operands
 import torch
 from cake_core.bench import BenchTarget, absence, run_bench, write_json
 from cake_core.bench_bars import absent_line, fast_bar, peer_bar, verdict
+from cake_core.bench_peers import load_peers, side_by_side, warm_pass
 from cake_core.bench_report import Comparison, comparisons, geomeans, label
 from cake_gqa.layouts import BENCHMARKS
 from cake_gqa.testing.shapes import BENCH
 from cake_gqa.testing.steps import pairs
-from gqa_operands import PASSES, Gqa
+from gqa_operands import PASSES, Gqa, Run
 from gqa_peers import BUDGET, PEERS, Peer
 
 OP = "gqa"
@@ -116,41 +116,22 @@ def warm(args: argparse.Namespace) -> int:
         same += ["--pass", pass_]
     for shape in args.shape or ():
         same += ["--shape", shape]
-    begin = time.monotonic()
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, __file__, "--warm", *same, "--peers", name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name in args.peers
-    }
-    failed = 0
-    for name, process in running.items():
-        out, _ = process.communicate()
-        failed |= process.returncode
-        print(f"== {name}: exit {process.returncode}, {time.monotonic() - begin:.0f} s\n{out}", flush=True)
-    return int(failed != 0)
+    commands = {name: [sys.executable, __file__, "--warm", *same, "--peers", name] for name in args.peers}
+    return side_by_side(commands, _say)
 
 
 def _warm(args: argparse.Namespace, name: str) -> None:
-    """A pass that fails is named and no failure of this run: the timing run leaves it out with the same reason."""
     kinds: dict[Any, str] = {}
     for shape, params in _asked(args).items():
         kinds.setdefault((params["heads"], params.get("form")), shape)
     for shape in kinds.values():
         gqa = Gqa.make(args.device, **_shapes(args)[shape])
         for pass_ in args.passes or PASSES:
-            begin = time.monotonic()
-            try:
-                PEERS[name](gqa).passes[pass_]()()
-                if args.device == "cuda":
-                    torch.cuda.synchronize()
-                what = "ran"
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"[:500]
-            print(f"warm {name} {pass_} {shape}: {time.monotonic() - begin:.1f} s, {what}", flush=True)
+            warm_pass(name, pass_, shape, partial(_pass, name, gqa, pass_), _say, device=args.device)
+
+
+def _pass(name: str, gqa: Gqa, pass_: str) -> Run:
+    return PEERS[name](gqa).passes[pass_]()
 
 
 def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[BenchTarget]:
@@ -162,23 +143,9 @@ def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[
             absent.append(absence(f"--budget of {args.budget:g} s was used up", impl="all", op=OP, shape=shape))
             continue
         gqa = Gqa.make(args.device, **params)
-        yield from _rows(args, gqa, shape, _row_params(params), _load(peers, gqa, shape, absent), absent)
-
-
-def _load(
-    peers: dict[str, Callable[[Gqa], Peer]], gqa: Gqa, shape: str, absent: list[dict[str, str]]
-) -> dict[str, Peer]:
-    """The peers on these operands; one that cannot be imported is not asked again."""
-    built: dict[str, Peer] = {}
-    for name, load in [*peers.items()]:
-        try:
-            built[name] = load(gqa)
-        except ImportError as error:
-            absent.append(absence(error, impl=name, op=OP))
-            del peers[name]
-        except Exception as error:
-            absent.append(absence(error, impl=name, op=OP, shape=shape))
-    return built
+        yield from _rows(
+            args, gqa, shape, _row_params(params), load_peers(peers, gqa, absent, op=OP, shape=shape), absent
+        )
 
 
 def _rows(
@@ -232,6 +199,10 @@ def _row_params(params: Mapping[str, Any]) -> dict[str, Any]:
         "segments": len(segments),
         "form": params.get("form", "plain"),
     }
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _progress(row: Mapping[str, Any]) -> None:
