@@ -229,7 +229,11 @@ class GroupedAttention(nn.Module):
 
 def mixer_of(name: str, conv: bool) -> nn.Module:
     """The block part of that name in MIXERS."""
-    return Attention(conv) if name == "attention" else GatedDelta() if name == "gdn" else GroupedAttention()
+    if name == "gdn":
+        return GatedDelta()
+    if name == "gqa":
+        return GroupedAttention()
+    return Attention(conv)
 
 
 def packs_documents(conv: bool, mixers: Sequence[str]) -> bool:

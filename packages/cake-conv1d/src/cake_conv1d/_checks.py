@@ -36,18 +36,11 @@ from .backends.operands import Documents
 from .op import CHANNEL_MULTIPLE, WIDTHS, check_channels, check_width
 from .plan import MAX_TOKENS, fits
 
-__all__ = ["check_backward", "check_flag", "check_forward", "check_forward_output", "check_kcp", "check_state_call"]
+__all__ = ["check_backward", "check_forward", "check_forward_output", "check_kcp", "check_state_call"]
 
 _OFFSETS = (torch.int32, torch.int64)
 _DTYPES = {"cuda": (CUDA_DTYPES[:1], CUDA_DTYPES), "cpu": (CPU_DTYPES, CPU_DTYPES), "meta": (CPU_DTYPES, CPU_DTYPES)}
 """By kind of device: dtypes of rows, and dtypes of taps and states."""
-
-
-def check_flag(value: Any, name: str, *, entry: str) -> bool:
-    """Raises: TypeError for anything but a bool."""
-    if value is not True and value is not False:
-        raise TypeError(message(entry, name, f"{value!r} ({type(value).__name__})", "True or False"))
-    return value
 
 
 def check_forward(entry: str, x: Any, weight: Any, cu_seqlens: Any, initial_state: Any) -> tuple[str, Documents, bool]:

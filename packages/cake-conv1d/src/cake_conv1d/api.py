@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from cake_core import config, registry, variants
-from cake_core.errors import check_int
+from cake_core.errors import check_bool, check_int
 from cake_core.kcp import RecomputeHandle
 from cake_core.operands import check_needs, check_untraced, is_intercepted
 from torch import Tensor, is_grad_enabled
@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from . import backends, kcp, plan
 from ._calls import run_backward, run_final_state, run_forward
-from ._checks import check_backward, check_flag, check_forward, check_state_call
+from ._checks import check_backward, check_forward, check_state_call
 from .autograd import apply
 from .backends.operands import OPTIONS
 from .op import PREACTIVATION, check_activation
@@ -108,7 +108,7 @@ def causal_conv1d(
     entry = "causal_conv1d"
     silu = check_activation(activation, entry=entry)
     if output_final_state is not False:
-        check_flag(output_final_state, "output_final_state", entry=entry)
+        check_bool(output_final_state, "output_final_state", entry=entry)
     rounded = _rounds()
     if is_compiling():
         from . import custom_ops

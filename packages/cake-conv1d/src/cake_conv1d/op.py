@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
-from cake_core.errors import check_int, message
+from cake_core.errors import check_bool, check_int, message
 from cake_core.served import check_arch, check_weight_dtype, heads_per_rank, one_of, refuse_fp16, trainer_option
 from cake_core.spec import Flag, OpSpec, Package, Param
 
@@ -64,8 +64,7 @@ def check_supported(
     entry = "check_supported"
     check_int(num_channels, "num_channels", entry=entry)
     check_int(kernel_size, "kernel_size", entry=entry)
-    if not isinstance(has_bias, bool):
-        raise TypeError(message(entry, "has_bias", f"{has_bias!r} ({type(has_bias).__name__})", "True or False"))
+    check_bool(has_bias, "has_bias", entry=entry)
     if activation is not None and not isinstance(activation, str):
         _refuse_activation(activation, entry)
     check_channels(num_channels, arch == "cpu", "num_channels", entry=entry)

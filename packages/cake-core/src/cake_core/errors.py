@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["check_float", "check_int", "check_str", "closest", "message"]
+__all__ = ["check_bool", "check_float", "check_int", "check_str", "closest", "message"]
 
 
 def message(entry: str, argument: str, got: object, wanted: str, remedy: str = "") -> str:
@@ -19,6 +19,14 @@ def closest(name: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the known name nearest to ``name``, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def check_bool(value: Any, argument: str, *, entry: str, optional: bool = False) -> Any:
+    """Return ``value`` if it is a bool, or None with ``optional``. Raises: TypeError for anything else."""
+    if value is not True and value is not False and not (optional and value is None):
+        wanted = "True, False or None" if optional else "True or False"
+        raise TypeError(message(entry, argument, f"{value!r} ({type(value).__name__})", wanted))
+    return value
 
 
 def check_int(value: Any, argument: str, *, entry: str, minimum: int | None = None, maximum: int | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cake_core.errors import check_float, check_str, message
+from cake_core.errors import check_bool, check_float, check_str, message
 from cake_core.operands import (
     check_dtype,
     check_plain,
@@ -45,7 +45,7 @@ def check_flags(entry: str, **flags: Any) -> None:
     """Raises: TypeError for anything but a bool."""
     for name, value in flags.items():
         if value is not True and value is not False:
-            raise TypeError(message(entry, name, f"{value!r} ({type(value).__name__})", "True or False"))
+            check_bool(value, name, entry=entry)
 
 
 def check_options(entry: str, scale: Any, plan: Any) -> float:

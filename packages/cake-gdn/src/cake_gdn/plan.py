@@ -13,7 +13,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from cake_core.errors import check_int, check_str, message
+from cake_core.errors import check_bool, check_int, check_str, message
 from cake_core.intmath import ceil_div
 
 __all__ = [
@@ -148,9 +148,7 @@ def gdn_saved_bytes(
     _check_sizes(T, N, num_qk_heads, num_v_heads, entry)
     check_str(save, "save", entry=entry, choices=SAVES)
     check_str(tape_dtype, "tape_dtype", entry=entry, choices=_ITEMSIZE)
-    if use_qk_l2norm_in_kernel is not True and use_qk_l2norm_in_kernel is not False:
-        got = f"{use_qk_l2norm_in_kernel!r} ({type(use_qk_l2norm_in_kernel).__name__})"
-        raise TypeError(message(entry, "use_qk_l2norm_in_kernel", got, "True or False"))
+    check_bool(use_qk_l2norm_in_kernel, "use_qk_l2norm_in_kernel", entry=entry)
     if cp_context is not None:
         _check_context(cp_context, "cp_context", entry)
     if save == "none":

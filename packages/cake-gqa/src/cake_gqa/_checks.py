@@ -39,7 +39,6 @@ __all__ = [
     "check_concrete",
     "check_contents",
     "check_dkv_dtype",
-    "check_flag",
     "check_form",
     "check_operands",
     "check_outputs",
@@ -92,13 +91,6 @@ def check_scale(softmax_scale: Any, *, entry: str) -> float:
     if not 0 < softmax_scale < math.inf:
         raise ValueError(message(entry, "softmax_scale", softmax_scale, "a finite number above 0"))
     return float(softmax_scale)
-
-
-def check_flag(value: Any, name: str, *, entry: str, optional: bool = False) -> None:
-    """Raises: TypeError for anything but a bool (or None with ``optional``)."""
-    if value is not True and value is not False and not (optional and value is None):
-        wanted = "True, False or None" if optional else "True or False"
-        raise TypeError(message(entry, name, f"{value!r} ({type(value).__name__})", wanted))
 
 
 def check_source(dkv_acc: Any, *, entry: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 import torch
 from cake_core import config, registry, variants
+from cake_core.errors import check_bool
 from cake_core.operands import check_needs, check_untraced, is_intercepted
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -16,7 +17,6 @@ from ._checks import (
     check_bound,
     check_concrete,
     check_contents,
-    check_flag,
     check_form,
     check_operands,
     check_scale,
@@ -131,7 +131,7 @@ def varlen_gqa_attention(
     check_bound(max_seqlen_k, entry=entry)
     scale = check_scale(softmax_scale, entry=entry)
     check_source(dkv_acc, entry=entry)
-    check_flag(return_lse, "return_lse", entry=entry)
+    check_bool(return_lse, "return_lse", entry=entry)
     check = _checks_contents(check_seqlens, entry)
     offsets = cu_seqlens_q, cu_seqlens_k
     if is_compiling():
@@ -274,7 +274,7 @@ def _checks_contents(check_seqlens: Any, entry: str) -> bool:
     """Whether the host is to read offsets on a device."""
     if check_seqlens is None:
         return bool(config.option("gqa", CHECK_SEQLENS))
-    check_flag(check_seqlens, "check_seqlens", entry=entry, optional=True)
+    check_bool(check_seqlens, "check_seqlens", entry=entry, optional=True)
     return check_seqlens
 
 
