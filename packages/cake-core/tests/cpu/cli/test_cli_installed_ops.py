@@ -28,13 +28,13 @@ def test_every_build_json_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_every_installed_op_verifies_within_a_minute_of_two_cores() -> None:
-    """R91, R92: the first command of the README, on the CPU. Processor time, so that other work does not count."""
+    """R91, R92: the first command of the README, on the CPU. Processor time, so that other work does not count; a thread
+    that waits must not spin, or what the other work takes from it counts after all (12 s of work read as 121 s)."""
     pytest.importorskip("torch")
     command = (sys.executable, "-m", "cake_core.cli", "verify", "--device", "cpu", "--json")
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "2"}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     document = json.loads(done.stdout)
     assert done.returncode == 0, [row for row in document["rows"] if row["problems"]]
