@@ -28,8 +28,8 @@ def test_every_build_json_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_every_installed_op_verifies_within_a_minute_of_two_cores() -> None:
-    """R91, R92: the first command of the README, on the CPU. Processor time, so that other work does not count; a thread
-    that waits must not spin, or what the other work takes from it counts after all (12 s of work read as 121 s)."""
+    """R91, R92: the first command of the README, on the CPU. Processor time, so that other work does not count; no
+    thread may spin while it waits, or the other work counts after all (12 s of work have read as 121 s)."""
     pytest.importorskip("torch")
     command = (sys.executable, "-m", "cake_core.cli", "verify", "--device", "cpu", "--json")
     env = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
