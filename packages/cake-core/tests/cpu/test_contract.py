@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from cake_core.build import BuildForbidden
 from cake_core.loader import kernel_package
 from cake_core.spec import Flag, OpSpec, Param
 from cake_core.testing import contract
+from cake_core.testing.case import Budget, Case
 from cake_core.testing.fake_cuda import FakeCuda
 from cake_core.testing.routes import check_routes
 from cake_core.testing.synthetic_op.op import OP
@@ -121,6 +122,19 @@ def test_r91_refuses_a_result_that_is_two_percent_off(part, in_this_process: Non
     """R91: the budget is compared with the oracle."""
     part("testing.oracle", "scale_columns", lambda x, weight: 1.02 * x.double() * weight.double())
     with pytest.raises(AssertionError, match="over the budget"):
+        check("R91", OP.name)
+
+
+def test_r91_holds_a_case_to_its_own_budget(part, in_this_process: None) -> None:
+    """R91: which is tighter than the op's."""
+    routes = importlib.import_module(f"{SYNTHETIC}.testing.routes")
+    make_case = routes.make_case
+
+    def tight(**shape: Any) -> Case:
+        return dataclasses.replace(make_case(**shape), budgets={"dweight": Budget(1e-12)})
+
+    part("testing.routes", "make_case", tight)
+    with pytest.raises(AssertionError, match=r"dweight: .* over the budget 1.000e-12"):
         check("R91", OP.name)
 
 

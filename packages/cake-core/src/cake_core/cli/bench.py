@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..bench import BenchTarget
-    from ..testing.case import Case
+    from ..testing.case import Budget, Case
 
 __all__ = ["run"]
 
@@ -161,16 +161,20 @@ def _targets(
                     bytes=case.traffic.get(name),
                     flop=case.flop.get(name),
                     before=functools.partial(prepare, variant, f"{shape} {name} {variant}"),
-                    check=functools.partial(_check, suite, case.run[name], want),
+                    check=functools.partial(_check, {**suite.budgets, **case.budgets}, case.run[name], want),
                 )
 
 
-def _check(suite: Suite, run: Callable[[], Mapping[str, Tensor]], want: Callable[[], Mapping[str, Tensor]]) -> None:
+def _check(
+    budgets: Mapping[str, Budget],
+    run: Callable[[], Mapping[str, Tensor]],
+    want: Callable[[], Mapping[str, Tensor]],
+) -> None:
     """What is wrong is not timed."""
     from ..testing.gates import assert_rel_rms
 
     for name, got in run().items():
-        assert_rel_rms(got, want()[name], suite.budgets[name].rel_rms, name)
+        assert_rel_rms(got, want()[name], budgets[name].rel_rms, name)
 
 
 def _print(document: Mapping[str, Any], out: Output) -> None:

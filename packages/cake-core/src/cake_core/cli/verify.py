@@ -165,7 +165,7 @@ def _verify(
                 target.shapes += 1
                 try:
                     got = call()
-                    _compare(target, shape, got, want, suite.budgets)
+                    _compare(target, shape, got, want, {**suite.budgets, **case.budgets})
                     if name == "det":
                         _repeat(target, shape, got, call, hashes.setdefault((run, name), hashlib.sha256()))
                 except Exception as error:

@@ -45,3 +45,5 @@ class Case:
     """Pass -> bytes that it has to read and write at least."""
     flop: Mapping[str, int] = field(default_factory=dict)
     """Pass -> floating-point operations, where compute is the bound."""
+    budgets: Mapping[str, Budget] = field(default_factory=dict)
+    """Output -> its budget on this device, where that is tighter than the one of ``BUDGETS``."""

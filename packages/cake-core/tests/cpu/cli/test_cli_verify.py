@@ -94,6 +94,26 @@ def test_a_budget_that_would_accept_two_percent_fails(installed: Toy, capsys: py
     assert "would accept a scale" in rows(capsys)["fwd", "det"]["problems"][0]
 
 
+@pytest.mark.parametrize(("budget", "code"), [("1.1e-3", 0), ("1e-4", 1)])
+def test_a_case_may_have_a_tighter_budget(
+    budget: str, code: int, installed: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R91: a backend that is better than the op has to be is held to what it is."""
+    routes = (installed.folder / "testing/routes.py").read_text()
+    routes = routes.replace("import Case", "import Budget, Case")
+    routes = routes.replace("traffic=", f"budgets={{'y': Budget({budget})}}, traffic=")
+    installed.write("testing/routes.py", routes)
+    installed.write(
+        "testing/budgets.py",
+        "from cake_core.testing.case import Budget\nBUDGETS = {'y': Budget(5e-3), 'dx': Budget(1e-5)}\n",
+    )
+    installed.write("api.py", "def double(x):\n    return x * 2.002\n")
+    assert verify("--json") == code
+    found = rows(capsys)
+    assert found["fwd", "det"]["budget"] == float(budget)
+    assert found["bwd", "det"]["budget"] == 1e-5
+
+
 @pytest.mark.parametrize(("factor", "code"), [("1", 0), ("(1 + 2**-9)", 1)])
 def test_few_elements_may_have_the_error_of_their_rounding(
     factor: str, code: int, installed: Toy, capsys: pytest.CaptureFixture[str]

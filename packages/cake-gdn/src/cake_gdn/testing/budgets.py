@@ -6,9 +6,11 @@ than twice what a device has measured. Any of them refuses a scale error of two 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cake_core.testing.case import Budget
 
-__all__ = ["BUDGETS", "CPU", "DG_LARGEST", "STRONG_DG", "dg_budgets"]
+__all__ = ["BUDGETS", "CPU", "DG_LARGEST", "STRONG_DG", "cpu_budgets", "dg_budgets"]
 
 _EMULATED = (
     "emulation.emulate (its rounding points, strides 1 and 2) on a CPU, worst of six gate regimes with and "
@@ -48,6 +50,12 @@ CPU = {
     "float16": Budget(2.3e-4, 2.26e-4, _CPU),
 }
 """Of every output of the CPU backend, by its dtype: sums are FP32, or FP64 for FP64 operands, and rounded once."""
+
+
+def cpu_budgets(operands: str, gates: str, beta: str) -> Mapping[str, Budget]:
+    """Output -> budget of the CPU backend for q, k and v, g, and beta of these dtypes; states are FP32."""
+    outputs = dict.fromkeys(("o", "dq", "dk", "dv"), operands) | {"dg": gates, "dbeta": beta}
+    return {name: CPU[outputs.get(name, "float32")] for name in BUDGETS}
 
 
 def dg_budgets(gates: str = "") -> tuple[float, float]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import api
+from .budgets import cpu_budgets
 from .steps import DTYPES, Step, make_step, offsets
 
 __all__ = ["PREBUILD", "ROUTES", "make_case", "run_route"]
@@ -84,11 +85,12 @@ ROUTES: Mapping[str, Mapping[str, Any]] = {
 
 
 def make_case(*, device: str | torch.device, seed: int, **shape: Any) -> Case:
-    """Operands of ``steps.make_step(**shape)``; passes "fwd", "bwd" and "step".
+    """Operands of ``steps.make_step(**shape)``; passes "fwd", "bwd" and "step". A CPU has budgets of its own.
 
     ``traffic`` counts every operand and every result once; ``flop`` the products of the chunk form.
     """
     step = make_step(**shape, device=device, seed=seed)
+    dtypes = (str(t.dtype).removeprefix("torch.") for t in (step.q, step.g, step.beta))
     saved: list[Any] = []
 
     def backward() -> dict[str, Tensor]:
@@ -112,6 +114,7 @@ def make_case(*, device: str | torch.device, seed: int, **shape: Any) -> Case:
         want=step.reference,
         traffic={**traffic, "step": sum(traffic.values())},
         flop={**flop, "step": sum(flop.values())},
+        budgets=cpu_budgets(*dtypes) if step.q.device.type == "cpu" else {},
     )
 
 

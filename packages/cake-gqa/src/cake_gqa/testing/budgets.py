@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from cake_core.testing.case import Budget
 
-__all__ = ["BUDGETS", "CANCELLING", "CPU", "budgets_of"]
+__all__ = ["BUDGETS", "CANCELLING", "CPU", "budgets_of", "cpu_budgets"]
 
 _EMULATED = (
     "emulation.emulate on a CPU, worst of three seeds each of documents of 1000, 2048 and 1000 / 517 / 2049 / 18, "
@@ -67,3 +67,8 @@ def budgets_of(cancels: str = "") -> Mapping[str, float]:
     if cancels:
         found |= dict.fromkeys(("dq", "dk", "dk_fp32"), CANCELLING[cancels].rel_rms)
     return found
+
+
+def cpu_budgets(dtype: str) -> Mapping[str, Budget]:
+    """Output -> budget of the CPU backend for operands of this dtype; lse has that of every device."""
+    return {name: CPU["float32" if name.endswith("_fp32") else dtype] for name in BUDGETS if name != "lse"}

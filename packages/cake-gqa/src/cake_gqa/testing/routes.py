@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import api
+from .budgets import cpu_budgets
 from .shapes import visible_pairs
 from .steps import VIEWS, Step, make_step, names, offsets, pairs, seen_lse
 
@@ -72,21 +73,29 @@ ROUTES: Mapping[str, Mapping[str, Any]] = {
 
 
 def make_case(*, device: str | torch.device, seed: int, **shape: Any) -> Case:
-    """Operands of ``steps.make_step(**shape)``; passes "fwd", "bwd" and "step". lse is ``seen_lse``.
+    """Operands of ``steps.make_step(**shape)``; passes "fwd", "bwd" and "step". lse is ``seen_lse``. On a CPU gradients
+    are those for the stored out, within the budgets of that backend.
 
     ``traffic`` counts every operand and every result once; ``flop`` two products of the visible scores forward and five
     backward.
     """
     step = make_step(**shape, device=device, seed=seed)
+    on_cpu = step.q.device.type == "cpu"
     saved: dict[str, Tensor] = {}
 
     def seen(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: seen_lse(value) if name == "lse" else value for name, value in outputs.items()}
 
-    def backward() -> dict[str, Tensor]:
+    def stored() -> dict[str, Tensor]:
         if not saved:
             saved.update(step.forward())
-        return step.backward(saved)
+        return saved
+
+    passes: dict[str, Callable[[], dict[str, Tensor]]] = {
+        "fwd": lambda: seen(step.forward()),
+        "bwd": lambda: step.backward(stored()),
+        "step": lambda: seen(step.differentiate()),
+    }
 
     rows, keys = step.q.numel() * step.q.element_size(), 2 * step.k.numel() * step.k.element_size()
     lse = 4 * step.q.shape[0] * step.q.shape[1]
@@ -100,10 +109,11 @@ def make_case(*, device: str | torch.device, seed: int, **shape: Any) -> Case:
     )
     flop = {"fwd": 2 * product, "bwd": 5 * product}
     return Case(
-        run={"fwd": lambda: seen(step.forward()), "bwd": backward, "step": lambda: seen(step.differentiate())},
-        want=lambda: seen(step.reference()),
+        run=passes,
+        want=lambda: seen(step.reference(stored()["out"] if on_cpu else None)),
         traffic={**traffic, "step": sum(traffic.values())},
         flop={**flop, "step": sum(flop.values())},
+        budgets=cpu_budgets(str(step.q.dtype).removeprefix("torch.")) if on_cpu else {},
     )
 
 
