@@ -145,7 +145,9 @@ def ours(gqa: Gqa) -> Mapping[str, Callable[[], Run]]:
 
     def backward() -> Run:
         saved = s.forward()
-        given = {"dk_acc": gqa.destinations[0], "dv_acc": gqa.destinations[1]} if gqa.adds else {}
+        given: dict[str, Any] = {}
+        if gqa.adds:  # all of them: nothing of a step is copied in a timed call
+            given = {"dk_acc": gqa.destinations[0], "dv_acc": gqa.destinations[1], "row_map": s.row_map}
         return lambda: s.backward(saved, **given)
 
     def step() -> Run:

@@ -14,9 +14,11 @@ through autograd, the host far ahead of the device. Imports happen when a peer i
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gqa_operands import Gqa, Run, peer_passes
@@ -64,9 +66,11 @@ def _torch_varlen(gqa: Gqa) -> Peer:
     from torch.nn.attention.varlen import varlen_attn
 
     s = gqa.step
+    given: dict[str, Any] = {"scale": s.scale, "window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 groups heads without being told
+        given["enable_gqa"] = True
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        given = {"scale": s.scale, "window_size": (-1, 0), "enable_gqa": True}
         found = varlen_attn(q, k, v, s.cu_q, s.cu_k, gqa.longest_q, s.bound, **given)
         assert isinstance(found, Tensor)
         return found
@@ -82,14 +86,15 @@ def _sdpa_cudnn(gqa: Gqa) -> Peer:
     lengths = [rows.stop - rows.start for rows, _ in s.spans]
     if lengths != [keys.stop - keys.start for _, keys in s.spans]:
         raise ValueError("cuDNN's causal mask in torch is of documents: needs as many queries as keys in every segment")
-    sizes = [len(lengths)] if len(set(lengths)) == 1 else [1] * len(lengths)  # documents of a call
+    batched = len(set(lengths)) == 1
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cuts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+        # split, since the gradient of a slice is a tensor of zeros as large as the whole for every document
+        parts = [(q, k, v)] if batched else zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+        documents = len(lengths) if batched else 1
         outs: list[Tensor] = []
-        for n, size in enumerate(sizes):
-            rows = slice(cuts[n], cuts[n + size])
-            views = (t[rows].unflatten(0, (size, -1)).transpose(1, 2) for t in (q, k, v))  # [documents, H, L, D]
+        for part in parts:
+            views = (t.unflatten(0, (documents, -1)).transpose(1, 2) for t in part)  # [documents, H, L, D]
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 out = scaled_dot_product_attention(*views, is_causal=True, scale=s.scale, enable_gqa=True)
             outs.append(out.transpose(1, 2).flatten(0, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from cake_core import variants
+from cake_core.graphs import outside_of_graphs
 from torch import Tensor
 
 from . import backends
@@ -13,6 +14,7 @@ from .backends.operands import OPTIONS
 __all__ = ["run_backward", "run_final_state", "run_forward"]
 
 
+@outside_of_graphs
 @torch.no_grad()
 def run_forward(
     entry: str,
@@ -37,6 +39,7 @@ def run_forward(
     return y, backends.final_state(backend, x, weight.shape[-1], docs, initial_state) if final else None
 
 
+@outside_of_graphs
 @torch.no_grad()
 def run_backward(
     entry: str,
@@ -68,6 +71,7 @@ def _zeroed(given: Tensor | None) -> Tensor | None:
     return None if given is None else given.zero_()
 
 
+@outside_of_graphs
 @torch.no_grad()
 def run_final_state(
     entry: str, x: Tensor, width: int, cu_seqlens: Tensor | None, initial_state: Tensor | None

@@ -10,7 +10,7 @@ from cake_core.errors import check_bool, check_int
 from cake_core.kcp import RecomputeHandle
 from cake_core.operands import check_needs, check_untraced, is_intercepted
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling
+from torch.compiler import disable, is_compiling
 
 from . import backends, kcp, plan
 from ._calls import run_backward, run_final_state, run_forward
@@ -278,7 +278,7 @@ def causal_conv1d_kcp(
     """
     entry = "causal_conv1d_kcp"
     if is_compiling():
-        return kcp.outside_of_graphs(causal_conv1d_kcp)(
+        return disable(causal_conv1d_kcp)(
             x_local, weight, ctx, activation=activation, recompute_handle=recompute_handle
         )
     silu = check_activation(activation, entry=entry)
@@ -307,7 +307,7 @@ def causal_conv1d_kcp_multi(
     """
     entry = "causal_conv1d_kcp_multi"
     if is_compiling():
-        return kcp.outside_of_graphs(causal_conv1d_kcp_multi)(
+        return disable(causal_conv1d_kcp_multi)(
             xs, weights, ctx, activation=activation, recompute_handle=recompute_handle
         )
     silu = check_activation(activation, entry=entry)

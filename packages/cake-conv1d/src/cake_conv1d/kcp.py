@@ -29,7 +29,7 @@ from ._checks import check_kcp
 from .backends import flat, new, taps
 from .backends.operands import History, Options
 
-__all__ = ["Call", "backward", "check_sequences", "forward", "outside_of_graphs", "prepare", "release", "run"]
+__all__ = ["Call", "backward", "check_sequences", "forward", "prepare", "release", "run"]
 
 _Tensors = tuple[Tensor, ...]
 
@@ -156,13 +156,6 @@ def check_sequences(entry: str, xs: Any, weights: Any) -> int:
     if len(xs) != len(weights):
         raise ValueError(message(entry, "weights", f"{len(weights)} tensors", f"one for each of the {len(xs)} of xs"))
     return len(xs)
-
-
-def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as torch.compile must call it: with the graph broken, because a graph holds no exchange."""
-    import torch._dynamo
-
-    return torch._dynamo.disable(function)
 
 
 def release() -> None:

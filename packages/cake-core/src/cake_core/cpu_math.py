@@ -8,17 +8,36 @@ alone has the bits it has in a batch, with any number of threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_ROWS", "blocks", "deliver", "exp", "log", "products", "row_sum", "sigmoid", "sum_rows"]
+from .graphs import outside_of_graphs
+
+__all__ = ["BLOCK_ROWS", "as_written", "blocks", "deliver", "exp", "log", "products", "row_sum", "sigmoid", "sum_rows"]
 
 BLOCK_ROWS = 1024
 
 # Elements that torch gives to one thread whatever the thread count is (its grain is 32768), in whole vectors.
 _SERIAL = 16384
 _VECTOR = 64
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def as_written(function: F) -> F:
+    """``function`` in the operations and dtypes that it names: without autograd, without autocast, which multiplies in
+    BF16, and outside of compiled graphs, which reorder."""
+
+    @outside_of_graphs
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return run  # pyright: ignore[reportReturnType]
 
 
 def blocks(rows: int) -> Iterator[slice]:

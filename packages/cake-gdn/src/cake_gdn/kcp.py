@@ -33,7 +33,7 @@ from torch import Tensor
 from .backends.operands import Documents, Operands, Options, States, Tapes
 from .plan import kcp_chains
 
-__all__ = ["Crossing", "bind", "enter", "leave", "outside_of_graphs", "resolve"]
+__all__ = ["Crossing", "bind", "enter", "leave", "resolve"]
 
 _OURS = ("T_r", "cu_seqlens_local", "cu_seqlens_local_cpu", "in_slots", "out_slots", "exchange", "transport")
 
@@ -108,13 +108,6 @@ def plain(crossing: Crossing | None, operands: Sequence[Any], *, entry: str) -> 
     if is_intercepted(*found):
         raise ValueError(message(entry, "cp_context", "given to a call that is traced", "a call outside of a graph"))
     return found
-
-
-def outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as torch.compile must call it: with the graph broken, because a graph holds no exchange."""
-    import torch._dynamo
-
-    return torch._dynamo.disable(function)
 
 
 # -------------------------------------------------------------------------------------------------------- forward

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from cake_core import variants
+from cake_core.graphs import outside_of_graphs
 from cake_core.operands import compute_dtype, written
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from .backends.operands import KeyGradients, Operands, Segments
 __all__ = ["run_backward", "run_forward"]
 
 
+@outside_of_graphs
 @torch.no_grad()
 def run_forward(
     entry: str,
@@ -48,6 +50,7 @@ def run_forward(
     return found
 
 
+@outside_of_graphs
 @torch.no_grad()
 def run_backward(
     entry: str,

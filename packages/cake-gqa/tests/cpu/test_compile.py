@@ -12,7 +12,7 @@ import torch._dynamo.testing
 from cake_core import config
 from cake_core.testing.gates import assert_same_bits
 from cake_core.testing.operands import normal
-from cake_core.testing.traced import assert_refused_in_graphs
+from cake_core.testing.traced import assert_refused_in_graphs, compiled_operations
 from cake_gqa import varlen_gqa_attention, varlen_gqa_attention_bwd, varlen_gqa_attention_fwd
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -202,6 +202,26 @@ def test_a_source_of_destinations_breaks_the_graph_and_keeps_the_bits() -> None:
         assert_same_bits(b, a, "compiled")
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(*rows)
+
+
+def test_a_backward_inside_of_a_compiled_function_is_run_as_it_is_written() -> None:
+    """What torch.compile traced of it had other bits."""
+    q, k, v, cu = operands()
+    dout, ends = normal(3, 70, 2, 256), list[tuple[Tensor, ...]]()
+
+    def train() -> None:
+        leaf, window = q.clone().requires_grad_(), (torch.zeros(70, 1, 256), torch.zeros(70, 1, 256))
+        out = varlen_gqa_attention(leaf, k, v, cu, cu, max_seqlen_k=70, dkv_acc=lambda: window)
+        out.backward(dout)
+        assert leaf.grad is not None
+        ends.append((out.detach(), leaf.grad, *window))
+
+    train()
+    operations = compiled_operations(train)
+    for name, one, other in zip(("out", "dq", "dk", "dv"), *ends, strict=True):
+        assert_same_bits(one, other, name)
+    arithmetic = {"bmm", "baddbmm", "matmul", "mul", "mul_", "sub", "exp", "add_", "to", "sum"}
+    assert not operations & arithmetic, operations
 
 
 def test_a_tracer_refuses_a_source_of_destinations() -> None:

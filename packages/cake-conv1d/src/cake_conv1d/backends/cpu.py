@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from cake_core.cpu_math import deliver, sigmoid, sum_rows
+from cake_core.cpu_math import as_written, deliver, sigmoid, sum_rows
 from cake_core.operands import compute_dtype, host_ints
 from torch import Tensor
 
@@ -90,7 +90,7 @@ class _Conv:
         return p.mul_(s).mul_(1.0 - s).add_(s).mul_(given)
 
 
-@torch.no_grad()
+@as_written
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -116,7 +116,7 @@ def forward(
     return y
 
 
-@torch.no_grad()
+@as_written
 def backward(
     x: Tensor,
     weight: Tensor,
@@ -200,7 +200,7 @@ def _initial_gradient(conv: _Conv, dy: Tensor, d_final: Tensor | None, dtype: to
     return out
 
 
-@torch.no_grad()
+@as_written
 def final_state(x: Tensor, width: int, docs: Documents, history: History | None) -> Tensor:
     """[N, H, C]: X of the last H positions of each document, in the history's dtype, else x's."""
     halo, dtype = width - 1, x.dtype if history is None else history.rows.dtype
@@ -211,7 +211,7 @@ def final_state(x: Tensor, width: int, docs: Documents, history: History | None)
     return torch.stack([conv.rows(behind, halo - j).to(dtype) for j in range(halo)], 1)
 
 
-@torch.no_grad()
+@as_written
 def head_forward(x: Tensor, weight: Tensor, docs: Documents, options: Options, history: History, y: Tensor) -> None:
     """Write y of the first min(H, length) tokens of every document n with table[n, H - 1] >= 0."""
     table = _table(history.table)
@@ -226,7 +226,7 @@ def head_forward(x: Tensor, weight: Tensor, docs: Documents, options: Options, h
         y.index_copy_(0, index, conv.output(conv.tokens(index)).to(y.dtype))
 
 
-@torch.no_grad()
+@as_written
 def head_gradient(
     x: Tensor,
     weight: Tensor,
@@ -251,7 +251,7 @@ def head_gradient(
         send.index_copy_(0, rows, conv.gradient(conv.tokens(tokens), dy).to(send.dtype))
 
 
-@torch.no_grad()
+@as_written
 def tail_gradient(
     x: Tensor,
     weight: Tensor,
@@ -288,7 +288,7 @@ def tail_gradient(
     dx.index_copy_(0, index, total.to(dx.dtype))
 
 
-@torch.no_grad()
+@as_written
 def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
     """out[i] = x[index[i]]; ``out`` may be a column slice."""
     out.copy_(x.index_select(0, index))

@@ -271,28 +271,23 @@ __global__ __launch_bounds__(128) void boxes(const __grid_constant__ Boxes x) {
   const Products& p = x.p;
   char* const a = dynamic_shared<char>();
   char* const b = a + Side::kBytes;
-  auto* const arrived = reinterpret_cast<uint64_t*>(b + Side::kBytes);  // of the first 64 columns, of the others
-  if (threadIdx.x < 2) ptx::mbarrier_init(&arrived[threadIdx.x], p.fault == kOneArrivalLess ? 3 : 2);
+  auto* const arrived = reinterpret_cast<uint64_t*>(b + Side::kBytes);  // of a, of b
+  if (threadIdx.x < 2) ptx::mbarrier_init(&arrived[threadIdx.x], p.fault == kOneArrivalLess ? 2 : 1);
   ptx::fence_mbarrier_init();
   __syncthreads();
-  const int bytes = p.fault == kBytes ? Side::kTileBytes - 128 : Side::kTileBytes;
+  const int bytes = p.fault == kBytes ? Side::kBytes - 128 : Side::kBytes;
   if (threadIdx.x == 0) {
     char* const to = p.fault == kMisaligned ? a + 128 : p.fault == kBehindTheEnd ? b + Side::kBytes : a;
-    for (int half = 0; half < 2; ++half) {
-      ptx::tensor_load(to + half * Side::kTileBytes, x.a, half * kMapColumns, 0, p.fault == kMatrix ? 1 : 0, bytes,
-                       &arrived[half]);
-      ptx::tensor_load(b + half * Side::kTileBytes, x.b, half * kMapColumns, 0, 0, bytes, &arrived[half]);
-    }
+    ptx::tensor_load(to, x.a, 0, p.fault == kMatrix ? 1 : 0, bytes, &arrived[0]);
+    ptx::tensor_load(b, x.b, 0, 0, bytes, &arrived[1]);
   }
   float d[kRows / 2];
-  for (int half = 0; half < 2; ++half) {
-    if (p.fault != kTakesEarly || half == 0) ptx::mbarrier_wait(&arrived[half], 0);
-    ptx::wgmma_fence();
-    multiply<4>(d, Operand<Along::kRows>(a + half * Side::kTileBytes, 0),
-                Operand<Along::kRows>(b + half * Side::kTileBytes, 0), half > 0);
-    ptx::wgmma_commit();
-  }
-  if (p.fault == kNextTooEarly && threadIdx.x == 0) ptx::tensor_load(a, x.a, 0, 8, 0, bytes, &arrived[0]);
+  ptx::mbarrier_wait(&arrived[0], 0);
+  if (p.fault != kTakesEarly) ptx::mbarrier_wait(&arrived[1], 0);
+  ptx::wgmma_fence();
+  multiply<kSum / 16>(d, Operand<Along::kRows>(a, Side::kTileBytes), Operand<Along::kRows>(b, Side::kTileBytes), false);
+  ptx::wgmma_commit();
+  if (p.fault == kNextTooEarly && threadIdx.x == 0) ptx::tensor_load(a, x.a, 8, 0, bytes, &arrived[0]);
   ptx::wgmma_wait<0>();
   ptx::settle(d);
   store(p.out, d);

@@ -17,12 +17,10 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
-from cake_core.cpu_math import products, row_sum
+from cake_core.cpu_math import as_written, products, row_sum
 from torch import Tensor
 
 from ..plan import CHUNK, Segment
@@ -37,24 +35,11 @@ BATCHED = False
 _EPS = 1e-6  # inside of the root of the L2 norm
 _LEAF = 16  # rows of Z that are substituted one by one
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _plain(function: F) -> F:
-    """``function`` without autograd, and in the dtypes it names: autocast would multiply in BF16."""
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return function(*args, **kwargs)
-
-    return run  # pyright: ignore[reportReturnType]
-
 
 # -------------------------------------------------------------------------------------------------------- prepare
 
 
-@_plain
+@as_written
 def prepare(x: Operands, options: Options) -> Tapes:
     """Z, and 1 / |q| and 1 / |k| with the L2 norm: what depends on no state."""
     work = work_dtype(x)
@@ -98,7 +83,7 @@ def _solve(n: Tensor, b: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------------- forward
 
 
-@_plain
+@as_written
 def forward(
     x: Operands, options: Options, tapes: Tapes, *, final: bool, keep: bool
 ) -> tuple[Tensor, Tensor | None, Tapes]:
@@ -181,7 +166,7 @@ def _transfer_walk(call: Call, segments: Sequence[Segment], *, offsets: bool) ->
 # ------------------------------------------------------------------------------------------------------- backward
 
 
-@_plain
+@as_written
 def backward(
     x: Operands,
     options: Options,
@@ -283,7 +268,7 @@ def _adjoint_walk(call: Call, do: Tensor, segments: Sequence[Segment]) -> list[T
 # ---------------------------------------------------------------------------------------------- context parallelism
 
 
-@_plain
+@as_written
 def summarize(x: Operands, options: Options, tapes: Tapes, documents: Sequence[int]) -> Tensor:
     """[n, HV, 2, K, V]: (B, M^T) of some documents, S_out = M S_in + B. K equals V."""
     call = Call(x, options, tapes, serial=True)
@@ -292,7 +277,7 @@ def summarize(x: Operands, options: Options, tapes: Tapes, documents: Sequence[i
     return torch.stack(parts) if parts else call.new(0, call.heads, 2, call.key_dim, call.value_dim)
 
 
-@_plain
+@as_written
 def adjoint(x: Operands, options: Options, tapes: Tapes, do: Tensor, documents: Sequence[int]) -> Tensor:
     """[n, HV, K, V]: d of some documents, dS_in = M^T dS_out + d. Needs no state."""
     call = Call(x, options, tapes, serial=True)
@@ -306,7 +291,7 @@ def _whole(call: Call, documents: Sequence[int]) -> list[Segment]:
     return [of[document] for document in documents]
 
 
-@_plain
+@as_written
 def compose(maps: Tensor, state: Tensor, offsets: Tensor) -> Tensor:
     """maps @ state + offsets, each [heads, K, .]: one step along a chain of documents' fragments."""
     return offsets + products(maps, state)

@@ -17,13 +17,12 @@ own document that do not see it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
-from cake_core.cpu_math import exp, log, products, row_sum
+from cake_core.cpu_math import as_written, exp, log, products, row_sum
 from cake_core.operands import compute_dtype
 from torch import Tensor
 
@@ -32,19 +31,6 @@ from .operands import KeyGradients, Operands
 __all__ = ["backward", "forward"]
 
 TILE, BLOCK = 128, 512
-
-F = TypeVar("F", bound=Callable[..., None])
-
-
-def _plain(function: F) -> F:
-    """``function`` without autograd, and in the dtypes it names: autocast would multiply in BF16."""
-
-    @wraps(function)
-    def run(*args: object) -> None:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            function(*args)
-
-    return run  # pyright: ignore[reportReturnType]
 
 
 class _Segment(NamedTuple):
@@ -105,7 +91,7 @@ class _Reader:
         return total
 
 
-@_plain
+@as_written
 def forward(x: Operands, out: Tensor, lse: Tensor) -> None:
     """Write out and lse; rows that see no key have 0 and -inf."""
     read = _Reader(x)
@@ -130,7 +116,7 @@ def forward(x: Operands, out: Tensor, lse: Tensor) -> None:
             lse[:, begin:end] = (peak * x.scale + log(total)).squeeze(2)
 
 
-@_plain
+@as_written
 def backward(x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dq: Tensor | None, keys: KeyGradients | None) -> None:
     """Write dq; write or add dk and dv."""
     read = _Reader(x)

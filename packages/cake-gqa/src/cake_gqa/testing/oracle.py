@@ -28,7 +28,7 @@ __all__ = ["GRADIENTS", "Reference", "added", "attention", "offsets", "reference
 GRADIENTS = ("dq", "dk", "dv")
 
 # Scores in a block, of which about six FP64 tensors are alive: what a cache holds, and enough to fill a device.
-_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
+_SCORES = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 
 def offsets(cu_seqlens: Tensor | Sequence[int]) -> list[int]:

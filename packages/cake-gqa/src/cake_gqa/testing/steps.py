@@ -84,7 +84,8 @@ class Step:
     def backward(self, saved: Mapping[str, Tensor], **options: Any) -> Outputs:
         """The gradients of the functional backward that are there. ``saved``: what ``forward`` returned."""
         wanted = options.get("needs", (True, True))
-        given = {**self.options, **(self.destinations() if wanted[1] else {}), **options}
+        own = {} if "dk_acc" in options or not wanted[1] else self.destinations()
+        given = {**self.options, **own, **options}
         grads = api.varlen_gqa_attention_bwd(
             self.q, self.k, self.v, saved["out"], saved["lse"], self.dout, self.cu_q, self.cu_k, **given
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from cake_core import variants
+from cake_core.graphs import outside_of_graphs
 from cake_core.operands import check_needs, check_untraced, is_intercepted
 from torch import Tensor
 
@@ -109,9 +110,11 @@ def rmsnorm_gate_bwd(
     Raises: as ``rmsnorm_gate_fwd``.
     """
     entry = "rmsnorm_gate_bwd"
-    if dy is None:
-        pass  # nothing runs, and nothing is written
-    elif dx is not None or dz is not None or dweight is not None:
+    if dy is None:  # nothing runs, and nothing is written
+        check_host(entry, eps, activation)
+        check_needs(needs, 3, entry=entry)
+        return None, None, None
+    if dx is not None or dz is not None or dweight is not None:
         check_untraced(entry, dx=dx, dz=dz, dweight=dweight)
     elif torch.compiler.is_compiling() or is_intercepted(dy, x, z, weight):
         from . import custom_ops
@@ -141,6 +144,7 @@ def _differentiable(entry: str, x: Tensor, z: Tensor, weight: Tensor, eps: float
     return select(kind, x).forward(x, z, weight, eps, activation, None)
 
 
+@outside_of_graphs
 def run_forward(
     entry: str, x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, out: Tensor | None
 ) -> Tensor:
@@ -152,9 +156,10 @@ def run_forward(
     return select(kind, x).forward(x, z, weight, eps, activation, out)
 
 
+@outside_of_graphs
 def run_backward(
     entry: str,
-    dy: Tensor | None,
+    dy: Tensor,
     x: Tensor,
     z: Tensor,
     weight: Tensor,
@@ -168,7 +173,7 @@ def run_backward(
     """Check and run a backward; ``entry`` is the function that messages name."""
     eps = check_host(entry, eps, activation)
     check_needs(needs, 3, entry=entry)
-    if dy is None or not any(needs):
+    if not any(needs):
         return None, None, None
     kind = check_backward(entry, dy, x, z, weight, dx, dz, dweight, needs)
     variants.read("gated_rmsnorm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from cake_core import variants
+from cake_core.graphs import outside_of_graphs
 from cake_core.operands import check_eps, check_needs, check_untraced, is_intercepted
 from torch import Tensor
 
@@ -117,9 +118,10 @@ def zero_centered_rmsnorm_bwd(
     Raises: as ``zero_centered_rmsnorm_fwd``.
     """
     entry = "zero_centered_rmsnorm_bwd"
-    if dy is None:
-        pass  # nothing runs, and nothing is written
-    elif dx is not None or dweight is not None:
+    if dy is None:  # nothing runs, and nothing is written
+        check_needs(needs, 2, entry=entry)
+        return None, None
+    if dx is not None or dweight is not None:
         check_untraced(entry, dx=dx, dweight=dweight)
     elif torch.compiler.is_compiling() or is_intercepted(dy, x, weight, rstd):
         from . import custom_ops
@@ -131,6 +133,7 @@ def zero_centered_rmsnorm_bwd(
     return run_backward(entry, dy, x, weight, rstd, dx, dweight, needs)
 
 
+@outside_of_graphs
 def run_forward(
     entry: str, x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -142,9 +145,10 @@ def run_forward(
     return select(kind, x).forward(x, weight, eps, out, rstd)
 
 
+@outside_of_graphs
 def run_backward(
     entry: str,
-    dy: Tensor | None,
+    dy: Tensor,
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
@@ -154,7 +158,7 @@ def run_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check and run a backward; ``entry`` is the function that messages name."""
     check_needs(needs, 2, entry=entry)
-    if dy is None or not any(needs):
+    if not any(needs):
         return None, None
     kind = check_backward(entry, dy, x, weight, rstd, dx, dweight, needs)
     variants.read("rmsnorm")

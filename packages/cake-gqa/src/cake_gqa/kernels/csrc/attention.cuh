@@ -43,14 +43,10 @@ struct Turn {
   __device__ __forceinline__ explicit Turn(int n) : stage(n % kStages), parity(n / kStages % 2) {}
 };
 
-// By one thread: starts to load kRows rows from `row` on; kPanels of the arrivals that the barrier counts.
+// By one thread: starts to load kRows rows from `row` on; one of the arrivals that the barrier counts.
 template <int kRows>
 __device__ __forceinline__ void load_tile(char* tile, const TensorMap& map, int row, int head, uint64_t* barrier) {
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-    ptx::tensor_load(tile + panel * panel_bytes(kRows), map, panel * kTileColumns, row, head, panel_bytes(kRows),
-                     barrier);
-  }
+  ptx::tensor_load(tile, map, row, head, tile_bytes(kRows), barrier);
 }
 
 // By `kCount` threads: zeros in the rows of a tile from number `from` on. What they held belongs to another segment,

@@ -14,10 +14,10 @@
 // registers, in which both hold the same elements.
 //
 //   shared memory, bytes                       barriers (arrivals)
-//   32768           k, then dV on its way      k_full 4, k_empty 128
-//   32768           v, then dK on its way      v_full 4, v_empty 128
-//   2 x 32768       q, two stages              q_full 5, q_empty 132, of each stage; with lse
-//   2 x 32768       dout, two stages           dout_full 5, dout_empty 132; with dout . out
+//   32768           k, then dV on its way      k_full 1, k_empty 128
+//   32768           v, then dK on its way      v_full 1, v_empty 128
+//   2 x 32768       q, two stages              q_full 2, q_empty 132, of each stage; with lse
+//   2 x 32768       dout, two stages           dout_full 2, dout_empty 132; with dout . out
 //   2 x 8192        P^T                        p_full 128; empty where the q two tiles on has come
 //   2 x 2 x 256     statistics of the queries
 //   2 x 32          tiles                      tile_full 1, tile_empty 256
@@ -71,16 +71,17 @@ __device__ __forceinline__ void fetch(const Params& p, Shared& shared) {
     if (first >= tiles) continue;
     for (int query_head = head * p.group; query_head < (head + 1) * p.group; ++query_head) {
       const float* const lse_log2 = p.p.stats + query_head * stats + tile.stats;
-      const float* const dots = lse_log2 + p.query_heads * stats;
       for (int i = first; i < tiles; ++i, ++number) {
         const Turn<kStages> to(number);
         const int row = tile.first_q + i * kQueries;
+        // dout first: its stage is free half a step before that of q.
+        ptx::mbarrier_wait(&shared.dout_empty[to.stage], 1 - to.parity);
+        load_tile<kQueries>(shared.dout[to.stage], p.dout, row, query_head, &shared.dout_full[to.stage]);
+        ptx::bulk_load(shared.dots[to.stage], lse_log2 + p.query_heads * stats + i * kQueries, kStatsBytes,
+                       &shared.dout_full[to.stage]);
         ptx::mbarrier_wait(&shared.q_empty[to.stage], 1 - to.parity);
         load_tile<kQueries>(shared.q[to.stage], p.q, row, query_head, &shared.q_full[to.stage]);
         ptx::bulk_load(shared.lse_log2[to.stage], lse_log2 + i * kQueries, kStatsBytes, &shared.q_full[to.stage]);
-        ptx::mbarrier_wait(&shared.dout_empty[to.stage], 1 - to.parity);
-        load_tile<kQueries>(shared.dout[to.stage], p.dout, row, query_head, &shared.dout_full[to.stage]);
-        ptx::bulk_load(shared.dots[to.stage], dots + i * kQueries, kStatsBytes, &shared.dout_full[to.stage]);
         if (i > first || query_head > head * p.group) continue;
         // Behind the first queries, which have a place before the tile before has left.
         ptx::mbarrier_wait(&shared.k_empty, (loaded + 1) % 2);
@@ -355,14 +356,14 @@ __global__ __launch_bounds__(kThreads, 1) void gqa_bwd_dkv(const __grid_constant
   Shared& shared = *dynamic_tiles<Shared>();
   if (threadIdx.x == 0) {
     constexpr int kGroupWarps = kWarpgroup / 32;
-    ptx::mbarrier_init(&shared.k_full, kPanels);
+    ptx::mbarrier_init(&shared.k_full, 1);
     ptx::mbarrier_init(&shared.k_empty, kWarpgroup);
-    ptx::mbarrier_init(&shared.v_full, kPanels);
+    ptx::mbarrier_init(&shared.v_full, 1);
     ptx::mbarrier_init(&shared.v_empty, kWarpgroup);
     for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(&shared.q_full[i], kPanels + 1);
+      ptx::mbarrier_init(&shared.q_full[i], 2);
       ptx::mbarrier_init(&shared.q_empty[i], kWarpgroup + kGroupWarps);
-      ptx::mbarrier_init(&shared.dout_full[i], kPanels + 1);
+      ptx::mbarrier_init(&shared.dout_full[i], 2);
       ptx::mbarrier_init(&shared.dout_empty[i], kWarpgroup + kGroupWarps);
       ptx::mbarrier_init(&shared.p_full[i], kWarpgroup);
       ptx::mbarrier_init(&shared.tile_full[i], 1);

@@ -9,10 +9,10 @@
 // first is free for the one behind as early as it can be; v of one is there. The exponentials run beside dP.
 //
 //   shared memory, bytes                       barriers (arrivals)
-//   65536           q, then dQ on its way      rows_full 8, rows_empty 256, of q and dout
+//   65536           q, then dQ on its way      rows_full 2, rows_empty 256, of q and dout
 //   65536           dout
-//   2 x 32768       k, two stages              k_full 4, k_empty 8, of each stage
-//   32768           v                          v_full 4, v_empty 8
+//   2 x 32768       k, two stages              k_full 1, k_empty 8, of each stage
+//   32768           v                          v_full 1, v_empty 8
 //   2 x 32          tiles                      tile_full 1, tile_empty 256
 //
 // Order of sums: products in steps of 16, ascending over the columns, and over the keys of the whole segment.
@@ -232,12 +232,12 @@ __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int w
 __global__ __launch_bounds__(kThreads, 1) void gqa_bwd_dq(const __grid_constant__ Params p) {
   Shared& shared = *dynamic_tiles<Shared>();
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(&shared.rows_full, 2 * kPanels);
+    ptx::mbarrier_init(&shared.rows_full, 2);
     ptx::mbarrier_init(&shared.rows_empty, kMathThreads);
-    ptx::mbarrier_init(&shared.v_full, kPanels);
+    ptx::mbarrier_init(&shared.v_full, 1);
     ptx::mbarrier_init(&shared.v_empty, kMathWarps);
     for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(&shared.k_full[i], kPanels);
+      ptx::mbarrier_init(&shared.k_full[i], 1);
       ptx::mbarrier_init(&shared.k_empty[i], kMathWarps);
       ptx::mbarrier_init(&shared.tile_full[i], 1);
       ptx::mbarrier_init(&shared.tile_empty[i], kMathThreads);

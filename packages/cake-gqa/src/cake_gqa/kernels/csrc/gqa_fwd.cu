@@ -10,9 +10,9 @@
 // m' is -inf and 0 stands in for it.
 //
 //   shared memory, bytes                       barriers (arrivals)
-//   65536           q, then out on its way     q_full 4, q_empty 256
-//   2 x 40960       k, two stages              k_full 4, k_empty 8, of each stage
-//   2 x 40960       v, two stages              v_full 4, v_empty 8
+//   65536           q, then out on its way     q_full 1, q_empty 256
+//   2 x 40960       k, two stages              k_full 1, k_empty 8, of each stage
+//   2 x 40960       v, two stages              v_full 1, v_empty 8
 //   2 x 32          tiles                      tile_full 1, tile_empty 256
 //
 // Order of sums: products over columns or keys in steps of 16, ascending in a block, blocks descending. l: a thread's
@@ -260,12 +260,12 @@ __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warp
 __global__ __launch_bounds__(kThreads, 1) void gqa_fwd(const __grid_constant__ Params p) {
   Shared& shared = *dynamic_tiles<Shared>();
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(&shared.q_full, kPanels);
+    ptx::mbarrier_init(&shared.q_full, 1);
     ptx::mbarrier_init(&shared.q_empty, kMathThreads);
     for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(&shared.k_full[i], kPanels);
+      ptx::mbarrier_init(&shared.k_full[i], 1);
       ptx::mbarrier_init(&shared.k_empty[i], kMathWarps);
-      ptx::mbarrier_init(&shared.v_full[i], kPanels);
+      ptx::mbarrier_init(&shared.v_full[i], 1);
       ptx::mbarrier_init(&shared.v_empty[i], kMathWarps);
     }
     for (int i = 0; i < 2; ++i) {

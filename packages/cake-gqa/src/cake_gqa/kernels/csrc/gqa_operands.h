@@ -115,6 +115,7 @@ inline Segments check_segments(const ffi::TensorView& table, const ffi::TensorVi
 // FP32 [2][H_q][R] as raw bytes.
 inline float* check_stats(const ffi::TensorView& stats, int64_t rows_q, int64_t heads, int64_t segments,
                           DLDevice device) {
+  check_count("the rows of the statistics", stats_rows(rows_q, segments), INT32_MAX);
   return static_cast<float*>(check_raw(stats, "stats", 8 * heads * stats_rows(rows_q, segments), device));
 }
 

@@ -11,7 +11,7 @@ dw  = sum over rows of a n, in FP64, blocks in order
 from __future__ import annotations
 
 import torch
-from cake_core.cpu_math import blocks, deliver, row_sum, sigmoid, sum_rows
+from cake_core.cpu_math import as_written, blocks, deliver, row_sum, sigmoid, sum_rows
 from cake_core.operands import compute_dtype
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from ..._cpu import inverse_rms
 __all__ = ["backward", "forward"]
 
 
-@torch.no_grad()
+@as_written
 def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, out: Tensor | None) -> Tensor:
     """y of x and z [..., D] and weight [D]; written to ``out`` where it is given."""
     work = compute_dtype(x, z, weight)
@@ -37,7 +37,7 @@ def forward(x: Tensor, z: Tensor, weight: Tensor, eps: float, activation: str, o
     return deliver(y.view(x.shape), out)
 
 
-@torch.no_grad()
+@as_written
 def backward(
     dy: Tensor,
     x: Tensor,

@@ -9,7 +9,7 @@ dx = r (a - n m)                    dw = sum over rows of dy n, in FP64, blocks 
 from __future__ import annotations
 
 import torch
-from cake_core.cpu_math import blocks, deliver, row_sum, sum_rows
+from cake_core.cpu_math import as_written, blocks, deliver, row_sum, sum_rows
 from cake_core.operands import compute_dtype
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from ..._cpu import inverse_rms
 __all__ = ["backward", "forward", "output"]
 
 
-@torch.no_grad()
+@as_written
 def forward(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, rstd: Tensor | None) -> tuple[Tensor, Tensor]:
     """(y, rstd) of x [..., H] and weight [H]; written to ``out`` and ``rstd`` where they are given."""
     work = compute_dtype(x, weight)
@@ -41,7 +41,7 @@ def output(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return forward(x, weight, eps, None, None)[0]
 
 
-@torch.no_grad()
+@as_written
 def backward(
     dy: Tensor,
     x: Tensor,

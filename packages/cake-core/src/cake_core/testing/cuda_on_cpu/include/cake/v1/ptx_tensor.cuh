@@ -11,16 +11,16 @@ inline void fence_mbarrier_init() {}
 inline void prefetch(const TensorMap&) {}
 
 // Pieces of 16 bytes, each to its place in the swizzled tile; zeros behind the last row.
-inline void tensor_load(void* tile, const TensorMap& map, int column, int row, int matrix, int bytes,
-                        uint64_t* barrier) {
-  if (bytes != map.box_rows * 2 * kMapColumns) cuda_on_cpu::stop("a box has another size than its barrier expects");
-  if (column < 0 || column % kMapColumns != 0 || column >= map.columns || matrix < 0 || matrix >= map.matrices) {
-    cuda_on_cpu::stop("a box is not inside of its tensor");
+inline void tensor_load(void* tile, const TensorMap& map, int row, int matrix, int bytes, uint64_t* barrier) {
+  const int panel = map.box_rows * 2 * kMapColumns;
+  if (bytes != map.columns / kMapColumns * panel) {
+    cuda_on_cpu::stop("a box has another size than its barrier expects");
   }
+  if (matrix < 0 || matrix >= map.matrices) cuda_on_cpu::stop("a box is not inside of its tensor");
   cuda_on_cpu::load_box(tile, bytes, barrier, [&](int at) -> const char* {
-    const int64_t from = static_cast<int64_t>(row) + at / 128;
+    const int64_t from = static_cast<int64_t>(row) + at % panel / 128;
     if (from < 0 || from >= map.rows) return nullptr;
-    return map.data + matrix * map.matrix_bytes + from * map.row_bytes + 2 * column + at % 128;
+    return map.data + matrix * map.matrix_bytes + from * map.row_bytes + at / panel * 128 + at % 128;
   });
 }
 
