@@ -7,10 +7,11 @@ from typing import Any, Literal, overload
 
 from cake_core import config, registry, variants
 from cake_core.errors import check_bool, check_int
+from cake_core.graphs import break_graph
 from cake_core.kcp import RecomputeHandle
 from cake_core.operands import check_needs, check_untraced, is_intercepted
 from torch import Tensor, is_grad_enabled
-from torch.compiler import disable, is_compiling
+from torch.compiler import is_compiling
 
 from . import backends, kcp, plan
 from ._calls import run_backward, run_final_state, run_forward
@@ -278,7 +279,7 @@ def causal_conv1d_kcp(
     """
     entry = "causal_conv1d_kcp"
     if is_compiling():
-        return disable(causal_conv1d_kcp)(
+        return break_graph(causal_conv1d_kcp, "ctx")(
             x_local, weight, ctx, activation=activation, recompute_handle=recompute_handle
         )
     silu = check_activation(activation, entry=entry)
@@ -307,7 +308,7 @@ def causal_conv1d_kcp_multi(
     """
     entry = "causal_conv1d_kcp_multi"
     if is_compiling():
-        return disable(causal_conv1d_kcp_multi)(
+        return break_graph(causal_conv1d_kcp_multi, "ctx")(
             xs, weights, ctx, activation=activation, recompute_handle=recompute_handle
         )
     silu = check_activation(activation, entry=entry)

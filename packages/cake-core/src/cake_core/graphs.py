@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["outside_of_graphs"]
+__all__ = ["break_graph", "outside_of_graphs"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,3 +28,12 @@ def outside_of_graphs(function: F) -> F:
         return function(*args, **kwargs)
 
     return run  # pyright: ignore[reportReturnType]
+
+
+def break_graph(function: F, argument: str) -> F:
+    """``function`` for a call that torch.compile is tracing, with an argument that no graph can hold: the graph ends
+    here. Where it may not, with ``fullgraph=True``, torch's error has the argument's name."""
+    from torch._dynamo import graph_break
+
+    graph_break(msg=f"{function.__name__}: a graph cannot hold {argument}")
+    return torch.compiler.disable(function)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from cake_core import config, registry, variants
+from cake_core.graphs import break_graph
 from cake_core.kcp import RecomputeHandle, build_context_kcp, partition_kcp
 from cake_core.operands import check_needs, is_intercepted
 from torch import Tensor
@@ -133,7 +134,7 @@ def chunk_gated_delta_rule(
     """
     entry = "chunk_gated_delta_rule"
     if cp_context is not None and torch.compiler.is_compiling():
-        return torch.compiler.disable(chunk_gated_delta_rule)(
+        return break_graph(chunk_gated_delta_rule, "cp_context")(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context,
             use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias, plan=plan,
@@ -225,7 +226,7 @@ def chunk_gated_delta_rule_fwd(
     """
     entry = "chunk_gated_delta_rule_fwd"
     if cp_context is not None and torch.compiler.is_compiling():
-        return torch.compiler.disable(chunk_gated_delta_rule_fwd)(
+        return break_graph(chunk_gated_delta_rule_fwd, "cp_context")(
             q, k, v, g, beta, scale, initial_state, output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, plan=plan, save=save,
@@ -303,7 +304,7 @@ def chunk_gated_delta_rule_bwd(
     """
     entry = "chunk_gated_delta_rule_bwd"
     if cp_context is not None and torch.compiler.is_compiling():
-        return torch.compiler.disable(chunk_gated_delta_rule_bwd)(
+        return break_graph(chunk_gated_delta_rule_bwd, "cp_context")(
             q, k, v, g, beta, do, dht, scale=scale, initial_state=initial_state, saved=saved,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, plan=plan, needs=needs,

@@ -67,7 +67,7 @@ def run_backward(
     scale: float,
     check: bool,
     needs: tuple[bool, bool],
-    dkv_dtype: torch.dtype,
+    dkv_dtype: torch.dtype | None,
     variant: str | None = None,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
@@ -77,7 +77,7 @@ def run_backward(
     """(dq, dk, dv), None where not needed. With ``row_map`` dk and dv are the destinations that are added to."""
     offsets = cu_seqlens_q, cu_seqlens_k
     checked = check_operands(entry, q, k, v, *offsets, saved=(out, lse, dout), row_map=row_map)
-    check_dkv_dtype(entry, dkv_dtype, q)
+    dkv_dtype = check_dkv_dtype(entry, dkv_dtype, q)
     names, dtype = (("dk", "dv"), dkv_dtype) if row_map is None else (("dk_acc", "dv_acc"), None)
     if dq is not None or dk is not None or dv is not None:
         inputs = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}

@@ -102,10 +102,10 @@ def check_source(dkv_acc: Any, *, entry: str) -> None:
 def check_form(entry: str, dkv_dtype: Any, needs: tuple[bool, bool], **given: Any) -> None:
     """Which outputs a backward may be given together: dq; dk and dv, or dk_acc, dv_acc and row_map.
 
-    Raises: TypeError for a dkv_dtype that is no dtype; ValueError for what misses, conflicts or is not asked for.
+    Raises: TypeError for another Python type of dkv_dtype; ValueError for what misses, conflicts or is not asked for.
     """
-    if not isinstance(dkv_dtype, torch.dtype):
-        raise TypeError(message(entry, "dkv_dtype", type(dkv_dtype).__name__, "a torch.dtype"))
+    if dkv_dtype is not None and not isinstance(dkv_dtype, torch.dtype):
+        raise TypeError(message(entry, "dkv_dtype", type(dkv_dtype).__name__, "a torch.dtype or None"))
     there = [name for name, value in given.items() if value is not None]
     added = [name for name in ("dk_acc", "dv_acc", "row_map") if name in there]
     if added and len(added) < 3:
@@ -116,8 +116,8 @@ def check_form(entry: str, dkv_dtype: Any, needs: tuple[bool, bool], **given: An
             if name in there:
                 wanted = "None: with row_map gradients are added to dk_acc and dv_acc"
                 raise ValueError(message(entry, name, "given with row_map", wanted))
-        if dkv_dtype != torch.bfloat16:
-            raise ValueError(message(entry, "dkv_dtype", f"{dkv_dtype} with row_map", "its default: dk_acc is FP32"))
+        if dkv_dtype is not None:
+            raise ValueError(message(entry, "dkv_dtype", f"{dkv_dtype} with row_map", "None: dk_acc is FP32"))
     for name in there:
         if not needs[name != "dq"]:
             half = "needs[0]" if name == "dq" else "needs[1]"
@@ -190,11 +190,14 @@ def _check_dtypes(entry: str, kind: str, *, q: Tensor, lse: Tensor | None = None
         raise ValueError(message(entry, "lse", str(lse.dtype), f"{compute_dtype(q)}, that of the forward's"))
 
 
-def check_dkv_dtype(entry: str, dkv_dtype: torch.dtype, q: Tensor) -> None:
-    """Raises: ValueError for a dtype that dk and dv of this q cannot have."""
+def check_dkv_dtype(entry: str, dkv_dtype: torch.dtype | None, q: Tensor) -> torch.dtype:
+    """The dtype of dk and dv, that of q for None. Raises: ValueError for one that they cannot have."""
+    if dkv_dtype is None:
+        return q.dtype
     served = tuple(dict.fromkeys((torch.bfloat16, torch.float32, q.dtype)))
     if dkv_dtype not in served:
         raise ValueError(message(entry, "dkv_dtype", str(dkv_dtype), one_of(served)))
+    return dkv_dtype
 
 
 def _check_shapes(entry: str, *, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None = None, **like_q: Tensor) -> None:
@@ -345,10 +348,10 @@ def check_contents(
     ):
         _check_boundaries(entry, name, values, tokens, operand)
     if max_seqlen_k is not None:
-        for segment, (low, high) in enumerate(pairwise(of_k)):
-            if high - low > max_seqlen_k:
-                wanted = f"at least {high - low}, the keys of segment {segment}"
-                raise ValueError(message(entry, "max_seqlen_k", max_seqlen_k, wanted))
+        longest, segment = max((high - low, -n) for n, (low, high) in enumerate(pairwise(of_k)))
+        if longest > max_seqlen_k:
+            wanted = f"at least {longest}, the keys of segment {-segment}"
+            raise ValueError(message(entry, "max_seqlen_k", max_seqlen_k, wanted))
     if row_map is not None and mapped and (min(mapped) < 0 or max(mapped) >= destination):
         index = next(j for j, row in enumerate(mapped) if not 0 <= row < destination)
         wanted = f"a row of the destination, at least 0 and below {destination}"

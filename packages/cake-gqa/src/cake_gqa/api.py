@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from cake_core import config, registry, variants
 from cake_core.errors import check_bool
+from cake_core.graphs import break_graph
 from cake_core.operands import check_needs, check_untraced, is_intercepted
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -123,8 +124,7 @@ def varlen_gqa_attention(
     """
     entry = "varlen_gqa_attention"
     if dkv_acc is not None and is_compiling():
-        outside_of_graphs: Any = torch.compiler.disable(varlen_gqa_attention)
-        return outside_of_graphs(
+        return break_graph(varlen_gqa_attention, "dkv_acc")(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale,
             dkv_acc=dkv_acc, return_lse=return_lse, check_seqlens=check_seqlens,
         )  # fmt: skip
@@ -219,7 +219,7 @@ def varlen_gqa_attention_bwd(
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
-    dkv_dtype: torch.dtype = torch.bfloat16,
+    dkv_dtype: torch.dtype | None = None,
     dk_acc: Tensor | None = None,
     dv_acc: Tensor | None = None,
     row_map: Tensor | None = None,
@@ -235,7 +235,7 @@ def varlen_gqa_attention_bwd(
         dout: q's shape and dtype, strides as q: the gradient of out.
         dq: q's shape and dtype, contiguous, 16-byte aligned; overwritten.
         dk, dv: k's shape, in ``dkv_dtype``, contiguous, 16-byte aligned; overwritten.
-        dkv_dtype: of dk and dv, BF16 or FP32, on the CPU also q's dtype. FP32 are the sums that BF16 rounds.
+        dkv_dtype: of dk and dv: BF16, FP32 (the sums that BF16 rounds) or, None too, q's dtype.
         dk_acc, dv_acc: [N_dst, H_kv, 256] FP32, contiguous: row j of the gradients is added to row row_map[j], in
             ascending j; other rows keep their bits. Take the place of dk and dv, which they are returned as.
         row_map: [T_k] int32, contiguous, values in [0, N_dst), any of them repeated; checked with the offsets.

@@ -50,7 +50,7 @@ def _backward(
     scale: float,
     variant: str,
     check: bool,
-    dkv_dtype: torch.dtype,
+    dkv_dtype: torch.dtype | None,
     need_q: bool,
     need_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +76,7 @@ _bwd = torch.library.custom_op(
     _backward,
     mutates_args=(),
     schema=f"(Tensor dout, {_OPERANDS}, Tensor out, Tensor lse, {_OFFSETS}, SymInt max_seqlen_k, float scale, "
-    "str variant, bool check, ScalarType dkv_dtype, bool need_q, bool need_kv) -> (Tensor, Tensor, Tensor)",
+    "str variant, bool check, ScalarType? dkv_dtype, bool need_q, bool need_kv) -> (Tensor, Tensor, Tensor)",
 )
 _fwd.register_fake(_forward)
 _bwd.register_fake(_backward)

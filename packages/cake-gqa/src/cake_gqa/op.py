@@ -130,10 +130,12 @@ def _check_rank_heads(args: Any) -> None:
         groups = heads
     ranks = getattr(args, "tensor_model_parallel_size", None) or 1
     flags = f"{trainer_option('num_attention_heads')}, {trainer_option('num_query_groups')}"
-    got = f"{heads}, {groups} on {ranks} tensor-parallel ranks"
+    got = f"{heads}, {groups} with {trainer_option('tensor_model_parallel_size')} {ranks}"
     shared = max(groups, ranks)
-    if heads % ranks or shared % ranks:
-        raise ValueError(message("gqa", flags, got, f"heads that {ranks} ranks divide"))
+    if heads % ranks or shared % ranks or shared % groups:
+        raise ValueError(
+            message("gqa", flags, got, f"query heads that {ranks} divides, key heads that it divides or that divide it")
+        )
     try:
         check_supported(heads // ranks, shared // ranks)
     except ValueError:

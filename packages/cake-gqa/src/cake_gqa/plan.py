@@ -6,7 +6,7 @@ multiple of 64 on, so that a tile of 64 rows never holds two segments.
 
 from __future__ import annotations
 
-from cake_core.errors import check_int, check_str, message
+from cake_core.errors import check_bool, check_int, check_str, message
 from cake_core.intmath import ceil_div
 from cake_core.served import one_of
 
@@ -63,6 +63,7 @@ def bwd_scratch_bytes(
     rows = {"total_q": total_q, "total_k": total_k, "num_segments": num_segments}
     for name, value in {**rows, "num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv}.items():
         check_int(value, name, entry=entry)
+    check_bool(row_map, "row_map", entry=entry)
     check_str(arch, "arch", entry=entry)
     check_str(variant, "variant", entry=entry, choices=("det", "fast"))
     for name, value in rows.items():

@@ -84,7 +84,7 @@ def test_signatures() -> None:
         "varlen_gqa_attention_fwd": f"q k v {offsets} * softmax_scale=None out=None lse=None max_seqlen_k=None "
         "check_seqlens=None",
         "varlen_gqa_attention_bwd": f"q k v out lse dout {offsets} * max_seqlen_k softmax_scale=None dq=None dk=None "
-        "dv=None dkv_dtype=torch.bfloat16 dk_acc=None dv_acc=None row_map=None needs=(True, True) check_seqlens=None",
+        "dv=None dkv_dtype=None dk_acc=None dv_acc=None row_map=None needs=(True, True) check_seqlens=None",
         "check_supported": "num_heads_q num_heads_kv head_dim=256 * arch=None",
         "bwd_scratch_bytes": "total_q total_k num_heads_q num_heads_kv num_segments * variant arch row_map=False",
     }
@@ -208,7 +208,11 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "query-heads-of-a-rank": ({"tensor_model_parallel_size": 16}, ("--num-attention-heads", "24, 4", "16")),
     "key-heads-of-a-rank": (
         {"num_attention_heads": 24, "num_query_groups": 6, "tensor_model_parallel_size": 4},
-        ("--num-query-groups", "24, 6", "4 tensor-parallel ranks"),
+        ("--num-query-groups", "24, 6", "--tensor-model-parallel-size 4"),
+    ),
+    "a-rank-with-parts-of-two-groups": (
+        {"num_attention_heads": 24, "num_query_groups": 4, "tensor_model_parallel_size": 6},
+        ("--num-query-groups", "24, 4", "--tensor-model-parallel-size 6"),
     ),
     "indivisible-heads-of-a-rank": (
         {"num_attention_heads": 28, "num_query_groups": 8, "tensor_model_parallel_size": 2},

@@ -30,6 +30,15 @@ def assert_within(step: steps.Step, got: dict[str, Tensor], where: str, *, peake
         assert_rel_rms(value, wanted, budget, f"{where} {name}")
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32, F64])
+def test_gradients_of_keys_have_their_dtype_unless_another_is_asked_for(dtype: torch.dtype) -> None:
+    """As from autograd; FP32 sums were rounded to BF16 by a default."""
+    step = steps.make_step((5,), (2, 1), dtype=str(dtype).removeprefix("torch."))
+    saved = step.forward()
+    assert [t.dtype for t in step.backward(saved).values()] == [dtype] * 3
+    assert [t.dtype for t in step.backward(saved, dkv_dtype=F32).values()] == [dtype, F32, F32]
+
+
 # --- FP64 -------------------------------------------------------------------------------------------------------
 
 

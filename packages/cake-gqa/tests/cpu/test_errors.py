@@ -232,6 +232,8 @@ CASES = [
     case("cu-k-long", ValueError, r": cu_seqlens_k\[2\] is 8; needs 7, the rows of k", op(cu_seqlens_k=ints(0, 5, 8))),
     case("bound-small", ValueError, r": max_seqlen_k is 4; needs at least 5, the keys of segment 0",
          op(max_seqlen_k=4, check_seqlens=False)),
+    case("bound-below-two", ValueError, r": max_seqlen_k is 1; needs at least 5, the keys of segment 1",
+         op(max_seqlen_k=1, cu_seqlens_k=ints(0, 2, 7))),
     case("bound-zero", ValueError, r": max_seqlen_k is 0; .*segment 0", op(max_seqlen_k=0)),
     case("bound-small-fwd", ValueError, r": max_seqlen_k is 4;", fwd(max_seqlen_k=4)),
     case("bound-small-bwd", ValueError, r": max_seqlen_k is 4;", bwd(max_seqlen_k=4)),

@@ -91,6 +91,7 @@ def test_the_table_of_a_call_is_whole_lines() -> None:
         (TypeError, "num_segments", (1, 1, 1, 1, 1.5), {}),
         (TypeError, "variant", (1, 1, 1, 1, 1), {"variant": None}),
         (TypeError, "arch", (1, 1, 1, 1, 1), {"arch": 90}),
+        (TypeError, "row_map is 1", (1, 1, 1, 1, 1), {"row_map": 1}),
         (ValueError, "total_q is -1", (-1, 1, 1, 1, 1), {}),
         (ValueError, "num_segments is 0", (1, 1, 1, 1, 0), {}),
         (ValueError, "num_heads_q is 7", (1, 1, 7, 2, 1), {}),

@@ -94,7 +94,7 @@ class Step:
     def destinations(self) -> dict[str, Any]:
         """Arguments of the functional backward that choose the form; destinations are copies of ``start``."""
         if self.form == "plain":
-            return {"dkv_dtype": self.q.dtype}
+            return {}
         if self.form == "window":
             return {"dkv_dtype": torch.float32}
         dk_acc, dv_acc = self._copies()
