@@ -441,7 +441,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=900, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--variant", choices=("det", "fast"), default="det", help="of Cake's ops (default: det)")
     parser.add_argument("--conv", action="store_true", help="short convolution of q, k and v, each file a document")
-    parser.add_argument("--layers", type=layers, metavar="LIST", help="blocks, as in gdn,gdn,gdn,attention")
+    parser.add_argument("--layers", type=layers, metavar="LIST", help=f"blocks with commas, of {', '.join(MIXERS)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--text", type=Path, metavar="PATH", help="a file or folder instead of the standard library")
     parser.add_argument("--plot", type=Path, metavar="SVG", help="write the loss curve")
@@ -452,6 +452,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, low, high in (("steps", 1, 10**9), ("threads", 1, 1024), ("seed", 0, 2**63 - 1)):
         if not low <= getattr(args, name) <= high:
             parser.error(f"--{name} is {getattr(args, name)}; needs {low} to {high}")
+    if args.conv and args.layers and "attention" not in args.layers:
+        parser.error(f"--conv with --layers {','.join(args.layers)}; needs a block named attention, which it is of")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda; needs a CUDA device that torch can use (run without it on the CPU)")
     if args.device == "cuda":

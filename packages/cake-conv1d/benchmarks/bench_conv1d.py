@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device; needs one, or --device cpu")
     if unknown := set(args.shape or ()) - {*_shapes(args)}:
-        parser.error(f"--shape {', '.join(sorted(unknown))}: needs of {', '.join(sorted(_shapes(args)))}")
+        parser.error(f"--shape {', '.join(sorted(unknown))}: needs some of {', '.join(sorted(_shapes(args)))}")
     if args.warm:
         return warm(args)
 

@@ -7,7 +7,7 @@ stops the run; a peer that is not installed, fails or is wrong is left out with 
 peer is called, ``gqa_operands`` what counts as bytes and operations: five products of the visible scores in a backward,
 whatever is computed twice.
 
-Peers compile for minutes at their first call: ``--warm`` lets them do it side by side, a process for each peer, and
+Peers compile at their first call: ``--warm`` lets them do it side by side, a process for each peer, and
 times nothing; what they compiled lies in their caches on disk afterwards.
 
 ``--quick`` runs every part on tiny shapes, on the CPU too: its figures mean nothing, and no bar is held against them.
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device; needs one, or --device cpu")
     if unknown := set(args.shape or ()) - {*_shapes(args)}:
-        parser.error(f"--shape {', '.join(sorted(unknown))}: needs of {', '.join(sorted(_shapes(args)))}")
+        parser.error(f"--shape {', '.join(sorted(unknown))}: needs some of {', '.join(sorted(_shapes(args)))}")
     if args.warm:
         return warm(args)
 

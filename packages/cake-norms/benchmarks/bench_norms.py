@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--device cuda: there is no CUDA device; needs one, or --device cpu")
     known = {shape for op in args.op or SHAPES for shape in SHAPES[op]}
     if unknown := set(args.shape or ()) - known:
-        parser.error(f"--shape {', '.join(sorted(unknown))}: needs of {', '.join(sorted(known))}")
+        parser.error(f"--shape {', '.join(sorted(unknown))}: needs some of {', '.join(sorted(known))}")
 
     absent: list[dict[str, str]] = []
     doc = run_bench(

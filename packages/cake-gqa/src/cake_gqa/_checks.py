@@ -166,7 +166,7 @@ def check_operands(
         if name in ("out", "lse"):
             _check_dense(entry, name, rows[name])
         elif not fits(rows[name], expanded=expanded and name != "dout"):
-            raise ValueError(message(entry, name, _strides(rows[name]), _RULE))
+            raise ValueError(message(entry, name, _strides(rows[name]), _RULE, f"{name}.clone() or a slice that fits"))
     _check_offsets(entry, cu_seqlens_q, cu_seqlens_k)
     if row_map is not None:
         check_row_map(entry, "row_map", row_map, q, k)
@@ -185,7 +185,10 @@ def _check_dtypes(entry: str, kind: str, *, q: Tensor, lse: Tensor | None = None
     check_dtype(entry, "q", q, CUDA_DTYPES[:1] if kind == "cuda" else CPU_DTYPES, kind)
     for name, value in others.items():
         if value.dtype != q.dtype:
-            raise ValueError(message(entry, name, str(value.dtype), f"{q.dtype}, the dtype of q"))
+            remedy = (
+                "autocast casts nothing here: cast what is not BF16" if torch.bfloat16 in (value.dtype, q.dtype) else ""
+            )
+            raise ValueError(message(entry, name, str(value.dtype), f"{q.dtype}, the dtype of q", remedy))
     if lse is not None and lse.dtype != compute_dtype(q):
         raise ValueError(message(entry, "lse", str(lse.dtype), f"{compute_dtype(q)}, that of the forward's"))
 
@@ -263,7 +266,7 @@ def _check_dense(entry: str, name: str, value: Tensor) -> None:
 
 def _check_ints(entry: str, name: str, value: Tensor) -> None:
     if value.dtype != torch.int32:
-        raise ValueError(message(entry, name, str(value.dtype), "torch.int32"))
+        raise ValueError(message(entry, name, str(value.dtype), "torch.int32", f"{name}.int()"))
     if value.dim() != 1:
         raise ValueError(message(entry, name, f"of shape {tuple(value.shape)}", "one dimension"))
     if not value.is_contiguous():

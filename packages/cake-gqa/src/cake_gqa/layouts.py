@@ -50,6 +50,14 @@ class ZigzagLayout:
             found += seeing * keys - seeing * (seeing - 1) // 2
         return found
 
+    @property
+    def q_rows(self) -> tuple[int, ...]:
+        """Gathered row of every query, the token that it is of: the last rows of its segment's window."""
+        found: list[int] = []
+        for (q0, q1), (_, k1) in zip(pairwise(self.cu_q), pairwise(self.cu_k), strict=True):
+            found.extend(self.kv_rows[k1 - (q1 - q0) : k1])
+        return tuple(found)
+
     def tensors(self, device: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """(cu_seqlens_q, cu_seqlens_k, row_map) int32 on ``device``, None for torch's default one."""
         import torch

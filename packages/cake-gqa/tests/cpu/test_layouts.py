@@ -64,6 +64,7 @@ def test_the_ranks_share_the_queries_of_every_document(rule: str) -> None:
             assert layout.kv_total == sum(lengths)
             assert len(layout.cu_q) == len(layout.cu_k) == 2 * len(lengths) + 1
             pairs += layout.pairs
+            before = len(queries)
             for segment, (low, high) in enumerate(pairwise(layout.cu_k)):
                 rows = layout.kv_rows[low:high]
                 base = starts[segment // 2]
@@ -71,6 +72,7 @@ def test_the_ranks_share_the_queries_of_every_document(rule: str) -> None:
                 count = layout.cu_q[segment + 1] - layout.cu_q[segment]
                 assert count <= high - low
                 queries += rows[len(rows) - count :]
+            assert layout.q_rows == tuple(queries[before:])
         assert sorted(queries) == list(range(sum(lengths)))
         assert pairs == sum(length * (length + 1) // 2 for length in lengths)
 
