@@ -27,7 +27,7 @@ __all__ = ["run"]
 _BAR_CELLS = 20
 _WIDE = 100
 """Columns of a terminal that percentiles and bars are shown on."""
-_NAMES_IN_MESSAGE = 16
+_NAMES_IN_MESSAGE = 8
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
