@@ -1,8 +1,8 @@
 """Peers of packed attention: how each is called, in the form that is fastest for it.
 
 * ``fa4``, ``fa4-det``: ``flash_attn_varlen_func`` of flash-attn-4 (``flash_attn.cute``), bottom-right causal, without
-  and with ``deterministic=True``. It compiles for some seconds at the first call of a kind; its cache on disk, which is off
-  by default, is switched on here (``bench_gqa.py --warm``).
+  and with ``deterministic=True``. It compiles for some seconds at the first call of a kind; its cache on disk, which is
+  off by default, is switched on here (``bench_gqa.py --warm``).
 * ``torch-varlen``: ``torch.nn.attention.varlen.varlen_attn``, FlashAttention-2 in torch; causal is a window of (-1, 0).
 * ``sdpa-cudnn``: ``scaled_dot_product_attention`` with the cuDNN backend alone, of documents: as many queries as keys
   in every segment. Documents of one length are one batch, others are called one by one.
