@@ -721,4 +721,4 @@ def test_the_benchmark_of_attention_asks_for_its_shapes(gqa: ModuleType, capsys:
     assert {*gqa._asked(parser)} == set(gqa.BENCH)
     with pytest.raises(SystemExit):
         gqa.main(["--shape", "quick", "--device", "cpu"])
-    assert "needs of" in capsys.readouterr().err
+    assert "needs some of" in capsys.readouterr().err

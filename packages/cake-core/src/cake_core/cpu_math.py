@@ -89,10 +89,11 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     A product has the bits that it has alone wherever every thread multiplies whole matrices: with fewer matrices than
     threads MKL cuts one in two (seen in FP64 from three threads on). So zeros fill the batch up to the threads. MKL
     also sums in another order where a matrix lies transposed (FP64): what is filled up lies row by row, so all do.
-    A vector alone would get a routine of its own, so it gets company too.
+    A column lies the same either way and keeps the strides it came with, which choose a routine as well: they are made
+    those of rows. A vector alone would get a routine of its own, so it gets company too.
     """
     lead, count = a.shape[:-2], a.shape[:-2].numel()
-    left, right = (x.reshape(count, *x.shape[-2:]).contiguous() for x in (a, b))
+    left, right = (x.contiguous().view(-1).view(count, *x.shape[-2:]) for x in (a, b))
     padding = -count % torch.get_num_threads()
     if count + padding == 1 and 1 in (a.shape[-2], b.shape[-1]):
         padding = 1

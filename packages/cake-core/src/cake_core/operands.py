@@ -97,7 +97,7 @@ def ordinary_home(operands: Collection[Any]) -> tuple[str, int | None] | None:
     ):
         return None
     for value in operands:
-        if type(value) not in _PLAIN or value.layout is not _STRIDED:
+        if type(value) not in _PLAIN or value.layout is not _STRIDED or value.is_nested:
             return None
     home = device.backend.home_of(operands)
     return home if home in _ORDINARY else None

@@ -19,7 +19,7 @@ from cake_core import registry
 
 HEAVY = ("torch", "tvm_ffi", "numpy", "rich")
 ON_TENSORS = {
-    f"cake_core.{name}" for name in ("cpu_math", "first_order", "layout", "operands")
+    f"cake_core.{name}" for name in ("cpu_math", "first_order", "graphs", "layout", "operands")
 }  # of implementations alone
 
 

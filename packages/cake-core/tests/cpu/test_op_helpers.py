@@ -190,6 +190,19 @@ def test_a_product_has_its_bits_however_its_matrices_lie(
             assert torch.equal(got, want), f"{some} matrices on {threads} threads"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_column_has_its_bits_whatever_its_strides_say(dtype: torch.dtype, restored_threads: None) -> None:
+    """It is contiguous with any stride of its only column, and the stride chose a routine."""
+    torch.set_num_threads(1)
+    a, b = normal(0, 5, 70, 257, dtype=dtype), normal(1, 5, 257, 1, dtype=dtype)
+    want = cpu_math.products(a, b)
+    for other in (b.mT.contiguous().mT, b.as_strided(b.shape, (257, 1, 257)), b.as_strided(b.shape, (257, 1, 7))):
+        assert torch.equal(cpu_math.products(a, other), want)
+    row, want = a[:, :1], cpu_math.products(a[:, :1], a.mT)
+    for other in (row.mT.contiguous().mT, row.contiguous().as_strided(row.shape, (257, 3, 1))):
+        assert torch.equal(cpu_math.products(other, a.mT), want)
+
+
 def test_products_of_nothing() -> None:
     assert cpu_math.products(torch.ones(0, 3, 4, 5), torch.ones(0, 3, 5, 6)).shape == (0, 3, 4, 6)
 

@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 _ALIGN_ELEMENTS, _ALIGN_BYTES = 8, 16
+_SCALES = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _RULE = "last stride 1, token and head strides positive multiples of 8 elements, a 16-byte aligned base"
 
 
@@ -71,6 +72,8 @@ class Checked(NamedTuple):
 
 def check_bound(max_seqlen_k: Any, *, entry: str) -> int:
     """Raises: TypeError for anything but a host int, a tensor too: reading it would wait; ValueError below 0."""
+    if isinstance(max_seqlen_k, torch.SymInt):  # of a tracer: a size, or a number that no shape has yet
+        return max_seqlen_k  # pyright: ignore[reportReturnType]
     if isinstance(max_seqlen_k, bool) or not isinstance(max_seqlen_k, int):
         kind = type(max_seqlen_k).__name__
         got = f"a {kind}" if isinstance(max_seqlen_k, Tensor) else f"{max_seqlen_k!r} ({kind})"  # no repr: it may wait
@@ -90,6 +93,9 @@ def check_scale(softmax_scale: Any, *, entry: str) -> float:
         raise TypeError(message(entry, "softmax_scale", got, "a host number or None"))
     if not 0 < softmax_scale < math.inf:
         raise ValueError(message(entry, "softmax_scale", softmax_scale, "a finite number above 0"))
+    if not _SCALES[0] <= softmax_scale <= _SCALES[1]:
+        got = f"{softmax_scale:.3g}" if isinstance(softmax_scale, float) else "a larger int"
+        raise ValueError(message(entry, "softmax_scale", got, f"{_SCALES[0]:.3g} to {_SCALES[1]:.3g}, an FP32 number"))
     return float(softmax_scale)
 
 
@@ -230,6 +236,8 @@ def fits(value: Tensor, *, expanded: bool = False) -> bool:
     dimension of size 1 is never read."""
     if not value.numel():
         return True
+    if value.is_neg() and not expanded:
+        return False
     *outer, (last, _) = zip(value.stride(), value.shape, strict=True)
     if last != 1 and not (expanded and last == 0):
         return False
@@ -247,19 +255,24 @@ def readable(value: Tensor) -> Tensor:
 
 def _aligned(value: Tensor) -> bool:
     """Whether the base lies on 16 bytes; a tensor without memory of its own is not asked."""
-    plain = type(value) in (Tensor, torch.nn.Parameter)
-    return not plain or value.is_meta or value.data_ptr() % _ALIGN_BYTES == 0
+    if is_abstract(value) or is_intercepted(value):
+        return True
+    address = value.data_ptr()
+    return address != 0 and address % _ALIGN_BYTES == 0
 
 
 def _strides(value: Tensor) -> str:
-    base = "" if is_abstract(value) else f" at {value.data_ptr():#x}"
-    return f"strided {tuple(value.stride())}{base}"
+    return _layout(value) + ("" if is_abstract(value) else f" at {value.data_ptr():#x}")
+
+
+def _layout(value: Tensor) -> str:
+    return f"{'a negated view, ' * value.is_neg()}strided {tuple(value.stride())}"
 
 
 def _check_dense(entry: str, name: str, value: Tensor) -> None:
     """Rows of heads start on 16 bytes; lse [H_q, T_q] need not, its rows have any length."""
-    if not value.is_contiguous():
-        raise ValueError(message(entry, name, f"strided {tuple(value.stride())}", "a contiguous tensor"))
+    if not value.is_contiguous() or value.is_neg():
+        raise ValueError(message(entry, name, _layout(value), "a contiguous tensor"))
     if value.dim() == 3 and value.numel() and not _aligned(value):
         raise ValueError(message(entry, name, f"at {value.data_ptr():#x}", "a 16-byte aligned base"))
 
@@ -269,8 +282,8 @@ def _check_ints(entry: str, name: str, value: Tensor) -> None:
         raise ValueError(message(entry, name, str(value.dtype), "torch.int32", f"{name}.int()"))
     if value.dim() != 1:
         raise ValueError(message(entry, name, f"of shape {tuple(value.shape)}", "one dimension"))
-    if not value.is_contiguous():
-        raise ValueError(message(entry, name, f"strided {tuple(value.stride())}", "a contiguous tensor"))
+    if not value.is_contiguous() or value.is_neg():
+        raise ValueError(message(entry, name, _layout(value), "a contiguous tensor"))
 
 
 def check_row_map(entry: str, name: str, row_map: Tensor, q: Tensor, k: Tensor) -> None:

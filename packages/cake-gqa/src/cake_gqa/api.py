@@ -10,6 +10,7 @@ from cake_core.errors import check_bool
 from cake_core.graphs import break_graph
 from cake_core.operands import check_needs, check_untraced, is_intercepted
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 from torch.compiler import is_compiling
 
 from . import backends
@@ -140,6 +141,8 @@ def varlen_gqa_attention(
         given = *map(_unexpanded, (q, k, v)), *offsets, max_seqlen_k, scale, variants.read("gqa"), check
         found = custom_ops.forward(*given)
         return found if return_lse else found[0]
+    q, k, v = map(_alive, (q, k, v))
+    offsets = _alive(offsets[0]), _alive(offsets[1])
     checked = check_operands(entry, q, k, v, *offsets, expanded=True)
     q, k, v = map(_unexpanded, (q, k, v))
     variant = variants.read("gqa")
@@ -200,7 +203,7 @@ def varlen_gqa_attention_fwd(
 
         if not is_compiling():
             check_operands(entry, *operands)
-        return custom_ops.functional_forward(*operands, max_seqlen_k, scale, variants.read("gqa"), check)
+        return custom_ops.functional_forward(*operands, max_seqlen_k, scale, variants.read("gqa"), check, entry)
     return run_forward(entry, *operands, max_seqlen_k=max_seqlen_k, scale=scale, check=check, out=out, lse=lse)
 
 
@@ -262,7 +265,7 @@ def varlen_gqa_attention_bwd(
 
         if not is_compiling():
             check_operands(entry, q, k, v, *offsets, saved=(out, lse, dout))
-        options = max_seqlen_k, scale, variants.read("gqa"), check, dkv_dtype, *needs
+        options = max_seqlen_k, scale, variants.read("gqa"), check, dkv_dtype, *needs, entry
         return custom_ops.functional_backward(dout, q, k, v, out, lse, *offsets, *options)
     return run_backward(
         entry, *rows, *offsets, max_seqlen_k=max_seqlen_k, scale=scale, check=check, needs=needs, dkv_dtype=dkv_dtype,
@@ -278,6 +281,15 @@ def _checks_contents(check_seqlens: Any, entry: str) -> bool:
     return check_seqlens
 
 
+def _alive(value: Tensor) -> Tensor:
+    """``value``, or what a torch.func transform that is over wrapped."""
+    return unwrap_if_dead(value) if isinstance(value, Tensor) else value
+
+
 def _unexpanded(value: Tensor) -> Tensor:
-    """``value``, or a copy of it where a dimension shares its elements."""
-    return value.contiguous() if isinstance(value, Tensor) and 0 in value.stride() else value
+    """``value``, or a copy of it where a dimension shares its elements or the sign is not in memory."""
+    if not isinstance(value, Tensor):
+        return value
+    if not is_compiling() and value.is_neg():  # a registered operator gets none
+        return value.clone(memory_format=torch.contiguous_format)
+    return value.contiguous() if 0 in value.stride() else value

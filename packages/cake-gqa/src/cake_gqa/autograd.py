@@ -11,7 +11,8 @@ from cake_core.errors import message
 from cake_core.first_order import bare_apply, first_order
 from cake_core.operands import written
 from torch import Tensor
-from torch._C._functorch import unwrap_if_dead
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, unwrap_if_dead
+from torch.compiler import is_compiling
 
 from . import backends
 from ._checks import Checked, check_concrete, check_contents, check_outputs, check_row_map, key_gradients, readable
@@ -58,6 +59,8 @@ class VarlenGqaFunction(torch.autograd.Function):
         dout, call = grads[0], ctx.call
         if dout is None:
             return None, None, None, None
+        if not is_compiling() and (is_legacy_batchedtensor(dout) or is_batchedtensor(dout)):
+            raise RuntimeError(message("gqa", "the gradient of out", "batched by vmap", "one gradient a backward"))
         variant = variants.settle("gqa", call.variant)
         saved = ctx.saved_tensors  # a checkpoint unpacks them once
         needs = ctx.needs_input_grad[:3]
@@ -103,7 +106,12 @@ def _backward(
 def _destinations(call: Call, x: Operands, out: Tensor, lse: Tensor, dout: Tensor) -> KeyGradients:
     """What the callable gives, checked as far as the host knows it. Raises: TypeError, ValueError."""
     assert call.source is not None
+    kept = (x.q, x.k, x.v, out, lse, x.segments.cu_q, x.segments.cu_k)
+    before = [t._version for t in kept if not t.is_inference()]
     entry, found = "varlen_gqa_attention", call.source()
+    if before != [t._version for t in kept if not t.is_inference()]:
+        got, wanted = "a function that changed what the forward kept", "one that leaves q, k, v, out and lse alone"
+        raise RuntimeError(message(entry, "dkv_acc", got, wanted))
     if not isinstance(found, tuple) or len(found) not in (2, 3) or not all(isinstance(t, Tensor) for t in found):
         got = type(found).__name__
         if isinstance(found, tuple):
@@ -112,6 +120,7 @@ def _destinations(call: Call, x: Operands, out: Tensor, lse: Tensor, dout: Tenso
     dk, dv, row_map = found if len(found) == 3 else (*found, None)
     names = [f"{name} of dkv_acc()" for name in (_WINDOW if row_map is None else _ADDED)]
     inputs = {"q": x.q, "k": x.k, "v": x.v, "out": out, "lse": lse, "the gradient of out": dout}
+    inputs |= {"cu_seqlens_q": x.segments.cu_q, "cu_seqlens_k": x.segments.cu_k}
     if row_map is not None:
         check_concrete(entry, "dkv_acc", **{names[2]: row_map})
         check_row_map(entry, names[2], row_map, x.q, x.k)

@@ -29,10 +29,11 @@ def _forward(
     scale: float,
     variant: str,
     check: bool,
+    entry: str = _ENTRY,
 ) -> tuple[Tensor, Tensor]:
     """The variant is an argument so that the backward of this call runs the one that this call was made with."""
     return run_forward(
-        _ENTRY, q, k, v, cu_seqlens_q, cu_seqlens_k,
+        entry, q, k, v, cu_seqlens_q, cu_seqlens_k,
         max_seqlen_k=max_seqlen_k, scale=scale, check=check, variant=variant,
     )  # fmt: skip
 
@@ -53,9 +54,10 @@ def _backward(
     dkv_dtype: torch.dtype | None,
     need_q: bool,
     need_kv: bool,
+    entry: str = _ENTRY,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = run_backward(
-        _ENTRY, q, k, v, out, lse, readable(dout), cu_seqlens_q, cu_seqlens_k,
+        entry, q, k, v, out, lse, readable(dout), cu_seqlens_q, cu_seqlens_k,
         max_seqlen_k=max_seqlen_k, scale=scale, check=check, variant=variant, needs=(need_q, need_kv),
         dkv_dtype=dkv_dtype,
     )  # fmt: skip
@@ -69,33 +71,35 @@ _fwd = torch.library.custom_op(
     "cake_gqa::fwd",
     _forward,
     mutates_args=(),
-    schema=f"({_OPERANDS}, {_OFFSETS}, SymInt? max_seqlen_k, float scale, str variant, bool check) -> (Tensor, Tensor)",
+    schema=f"({_OPERANDS}, {_OFFSETS}, SymInt? max_seqlen_k, float scale, str variant, bool check, "
+    f"str entry='{_ENTRY}') -> (Tensor, Tensor)",
 )
 _bwd = torch.library.custom_op(
     "cake_gqa::bwd",
     _backward,
     mutates_args=(),
     schema=f"(Tensor dout, {_OPERANDS}, Tensor out, Tensor lse, {_OFFSETS}, SymInt max_seqlen_k, float scale, "
-    "str variant, bool check, ScalarType? dkv_dtype, bool need_q, bool need_kv) -> (Tensor, Tensor, Tensor)",
+    "str variant, bool check, ScalarType? dkv_dtype, bool need_q, bool need_kv, "
+    f"str entry='{_ENTRY}') -> (Tensor, Tensor, Tensor)",
 )
 _fwd.register_fake(_forward)
 _bwd.register_fake(_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options, ctx.entry = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * 9
+    nothing = (None,) * 10
     if dout is None:
         return nothing
     saved = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    grads = _bwd(dout, *saved, *ctx.options, saved[0].dtype, needs[0], needs[1] or needs[2])
+    grads = _bwd(dout, *saved, *ctx.options, saved[0].dtype, needs[0], needs[1] or needs[2], ctx.entry)
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *nothing[3:]
 
 
@@ -114,6 +118,6 @@ functional_forward = torch.no_grad()(forward)
 @torch.no_grad()
 def functional_backward(*operands: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dk, dv) of the arguments of ``_backward``, None where not needed, through the registered operator."""
-    need_q, need_kv = operands[-2:]
+    need_q, need_kv = operands[-3:-1]
     dq, dk, dv = torch.ops.cake_gqa.bwd(*operands)
     return dq if need_q else None, dk if need_kv else None, dv if need_kv else None

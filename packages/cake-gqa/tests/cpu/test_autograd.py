@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -235,6 +236,80 @@ def test_what_is_no_destination_is_refused(name: str) -> None:
     with assert_operands_untouched(given), pytest.raises(ValueError, match=r"varlen_gqa_attention: .*dkv_acc"):
         out.backward(step.dout)
     assert leaves[0].grad is None
+
+
+ALIASES: dict[str, Callable[[steps.Step, Tensor, Tensor], Tensor]] = {
+    "q": lambda step, out, lse: step.q,
+    "out": lambda step, out, lse: out,
+    "lse": lambda step, out, lse: lse,
+    "the gradient of out": lambda step, out, lse: step.dout,
+    "cu_seqlens_q": lambda step, out, lse: step.cu_q.view(F32),
+    "row_map of dkv_acc()": lambda step, out, lse: rows_of(step).view(F32),
+}
+
+
+def rows_of(step: steps.Step) -> Tensor:
+    assert step.row_map is not None
+    return step.row_map
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_destinations_in_what_the_backward_reads_are_refused(name: str) -> None:
+    """One row of destinations in the memory of an operand."""
+    lengths = ((512, 512), *((0, 0),) * 512)
+    step = steps.make_step(lengths, (2, 1), dtype="float32", form="add", row_map=[0] * 512)
+    leaves = step.leaves()
+    out, lse = step.attend(leaves, dkv_acc=lambda: found)
+    row = ALIASES[name](step, out.detach(), lse).view(-1)[:256].view(1, 1, 256)
+    found = row, torch.zeros(1, 1, 256), rows_of(step)
+    before = row.clone()
+    with pytest.raises(ValueError, match=f"dk_acc of dkv_acc.. is overlapping {re.escape(name)}"):
+        out.backward(step.dout)
+    assert_same_bits(row, before, name)
+
+
+@pytest.mark.parametrize("form", WRITING)
+def test_destinations_are_marked_as_written(form: str) -> None:
+    """A graph that saved one before refuses its backward."""
+    step = make(form)
+    destinations, versions, kept = Destinations(step), list[int](), list[Tensor]()
+
+    def source() -> Tensors:
+        found = destinations()
+        versions.extend(t._version for t in found[:2])
+        kept.extend(found[:2])
+        return found
+
+    out, _ = step.attend(step.leaves(), dkv_acc=source)
+    out.backward(step.dout)
+    assert all(t._version > before for t, before in zip(kept, versions, strict=True))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_callable_that_changes_what_the_forward_kept_is_refused(name: str) -> None:
+    """The backward would silently go on with other numbers."""
+    step = make("window")
+    leaves = step.leaves()
+    kept = dict(zip("qkv", leaves, strict=True))
+
+    def source() -> Tensors:
+        with torch.no_grad():
+            kept[name].mul_(2)
+        return torch.zeros(step.k.shape), torch.zeros(step.k.shape)
+
+    out, _ = step.attend(leaves, dkv_acc=source)
+    kept["out"] = out.detach()
+    with pytest.raises(RuntimeError, match="dkv_acc is a function that changed what the forward kept"):
+        out.backward(step.dout)
+    assert leaves[0].grad is None
+
+
+def test_gradients_that_vmap_batches_are_refused() -> None:
+    step = make()
+    leaves = step.leaves()
+    out, _ = step.attend(leaves)
+    with pytest.raises(RuntimeError, match="the gradient of out is batched by vmap; needs one gradient a backward"):
+        torch.autograd.grad(out, leaves, torch.stack((step.dout, step.dout)), is_grads_batched=True)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------

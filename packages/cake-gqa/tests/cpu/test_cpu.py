@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
 from cake_core.testing.operands import DTYPES, normal
-from cake_gqa import varlen_gqa_attention
+from cake_gqa import varlen_gqa_attention, varlen_gqa_attention_fwd
 from cake_gqa.testing import budgets, shapes, steps
 from torch import Tensor
 
@@ -37,6 +38,24 @@ def test_gradients_of_keys_have_their_dtype_unless_another_is_asked_for(dtype: t
     saved = step.forward()
     assert [t.dtype for t in step.backward(saved).values()] == [dtype] * 3
     assert [t.dtype for t in step.backward(saved, dkv_dtype=F32).values()] == [dtype, F32, F32]
+
+
+def test_scores_that_overflow_weigh_nothing() -> None:
+    """Products of finite numbers may be -inf in all of a block, the first one that a row sees too."""
+    q, k = torch.full((2, 1, 256), 1e20), torch.full((600, 1, 256), -1e20)
+    k[550:] = 1e-20 * torch.eye(1, 256)  # in the second block: a score of 1
+    v, cu_q, cu_k = normal(0, 600, 1, 256, dtype=F32), *(torch.tensor([0, n], dtype=torch.int32) for n in (2, 600))
+    out, lse = varlen_gqa_attention_fwd(q, k, v, cu_q, cu_k)
+    assert_rel_rms(out[1, 0], v[550:, 0].double().mean(0), 1e-6, "out")
+    assert_rel_rms(lse[0, 1:], torch.tensor([1 / 16 + math.log(50)], dtype=F64), 1e-6, "lse")
+
+
+def test_a_negated_view_is_read_with_its_sign() -> None:
+    """Autograd copies what it cannot read in place, as it does with expanded tensors."""
+    step = steps.make_step(((5, 7),), (2, 1))
+    negated = tuple(torch._neg_view(-t) for t in (step.q, step.k, step.v))
+    for one, other in zip(step.attend(negated), step.attend((step.q, step.k, step.v)), strict=True):
+        assert_same_bits(one, other, "negated")
 
 
 # --- FP64 -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,8 @@ DOUT = normal(3, 7, 4, 256)
 CU_Q, CU_K = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 5, 7], dtype=torch.int32)
 OUT, LSE = varlen_gqa_attention_fwd(Q, K, V, CU_Q, CU_K)
 ROWS = torch.tensor([0, 1, 2, 3, 4, 3, 4], dtype=torch.int32)
+with warnings.catch_warnings(action="ignore"):  # a prototype, says torch
+    NESTED = torch._nested_tensor_from_tensor_list([torch.ones(3, 4, 256, dtype=BF16)])
 FORWARD = {"q": Q, "k": K, "v": V, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
 BACKWARD = {**FORWARD, "out": OUT, "lse": LSE, "dout": DOUT}
 
@@ -124,6 +127,17 @@ CASES = [
     case("keyword", TypeError, r"variant", op(variant="det")),
     case("positional-bound", TypeError, r"positional", lambda: ATTENTION(*FORWARD.values(), 5)),
     # Values of host arguments.
+    case("scale-subnormal", ValueError, r": softmax_scale is 1e-40; needs 1.18e-38 to 3.4e\+38, an FP32 number",
+         op(softmax_scale=1e-40)),
+    case("scale-beyond-fp32", ValueError, r": softmax_scale is 1e\+39; needs 1.18e-38", fwd(softmax_scale=1e39)),
+    case("scale-beyond-fp64", ValueError, r": softmax_scale is a larger int;", bwd(softmax_scale=10**400)),
+    case("q-nested", ValueError, r": q is a nested tensor", op(q=NESTED)),
+    case("k-nested", ValueError, r": k is a nested tensor", fwd(k=NESTED)),
+    case("dout-nested", ValueError, r": dout is a nested tensor", bwd(dout=NESTED)),
+    case("q-negated", ValueError, r": q is a negated view, strided", fwd(q=torch._neg_view(Q))),
+    case("dout-negated", ValueError, r": dout is a negated view, strided", bwd(dout=torch._neg_view(DOUT))),
+    case("lse-negated", ValueError, r": lse is a negated view, strided", bwd(lse=torch._neg_view(LSE))),
+    case("cu-q-negated", ValueError, r": cu_seqlens_q is a negated view", op(cu_seqlens_q=torch._neg_view(CU_Q))),
     case("bound-negative", ValueError, r": max_seqlen_k is -1; needs at least 0", op(max_seqlen_k=-1)),
     case("scale-zero", ValueError, r": softmax_scale is 0", op(softmax_scale=0)),
     case("scale-negative", ValueError, r": softmax_scale is -1.0", op(softmax_scale=-1.0)),
@@ -485,9 +499,12 @@ def test_transforms_and_forward_mode_are_refused() -> None:
             call(dual)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    q = Q.clone().requires_grad_()
-    out = varlen_gqa_attention(q, K, V, CU_Q, CU_K, max_seqlen_k=5)
-    (grad,) = torch.autograd.grad(out, q, DOUT, create_graph=True)
+@pytest.mark.parametrize("again", range(3))
+@pytest.mark.parametrize("first", range(3))
+def test_a_second_derivative_is_refused(first: int, again: int) -> None:
+    """By every operand, of the gradient of every operand."""
+    leaves = [t.clone().requires_grad_() for t in (Q, K, V)]
+    out = varlen_gqa_attention(*leaves, CU_Q, CU_K, max_seqlen_k=5)
+    (grad,) = torch.autograd.grad(out, leaves[first], DOUT, create_graph=True)
     with pytest.raises(RuntimeError, match="gqa: a gradient is differentiated again"):
-        grad.float().sum().backward()
+        torch.autograd.grad(grad.float().sum(), leaves[again])

@@ -86,5 +86,5 @@ def backward(
 def new(x: Operands, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
     """A dense tensor where the operands live, content undefined."""
     if is_abstract(x.q):
-        return torch.empty(shape, dtype=dtype, device=x.q.device)
+        return x.q.new_empty(shape, dtype=dtype)  # a fake tensor also outside of its mode
     return workspace.uninitialized(shape, dtype, "cpu" if x.device_index < 0 else x.device_index)

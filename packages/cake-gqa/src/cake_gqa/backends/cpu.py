@@ -106,10 +106,11 @@ def forward(x: Operands, out: Tensor, lse: Tensor) -> None:
                 scores = products(q, read.keys(x.k, low, high).mT)
                 if hidden is not None:
                     scores.masked_fill_(hidden, -torch.inf)
-                # Every row sees the first key, so the peak is a number from the first block on.
                 before, peak = peak, torch.maximum(peak, scores.amax(-1, keepdim=True))
-                p = exp(scores.sub_(peak).mul_(x.scale))
-                shrink = exp((before - peak).mul_(x.scale))
+                # A product of finite numbers may overflow to -inf, and so may all of a block: e^-inf is 0, not NaN.
+                base = peak.masked_fill(peak == -torch.inf, 0.0)
+                p = exp(scores.sub_(base).mul_(x.scale))
+                shrink = exp((before - base).mul_(x.scale))
                 value = value.mul_(shrink).add_(products(p, read.keys(x.v, low, high)))
                 total = total.mul_(shrink).add_(_last_sum(p))  # overwrites p
             out[begin:end] = (value / total).transpose(0, 1)
@@ -125,7 +126,8 @@ def backward(x: Operands, out: Tensor, lse: Tensor, dout: Tensor, dq: Tensor | N
             given.zero_()  # rows that see no key, keys that no row sees
     for segment in _segments(x):
         count = segment.end_key - segment.first_key
-        dk, dv = (torch.zeros((x.k.shape[1], count, x.k.shape[2]), dtype=read.work, device="cpu") for _ in range(2))
+        size = (x.k.shape[1], count if keys is not None else 0, x.k.shape[2])
+        dk, dv = (torch.zeros(size, dtype=read.work, device="cpu") for _ in range(2))
         for begin, end in segment.tiles():
             q, do = read.rows(x.q, begin, end), read.rows(dout, begin, end)
             delta = _last_sum(do * read.rows(out, begin, end))
