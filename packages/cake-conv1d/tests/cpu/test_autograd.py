@@ -293,6 +293,17 @@ def test_double_backward_is_refused(source: str) -> None:
             torch.autograd.grad(gradient.square().sum(), (x, w), retain_graph=True, allow_unused=True)
 
 
+def test_gradients_that_vmap_batches_are_refused() -> None:
+    x, w, _ = (t.requires_grad_() for t in operands(F64))
+    y = causal_conv1d(x, w)
+    for call in (
+        lambda: torch.autograd.grad(y, x, torch.stack((y, y)), is_grads_batched=True, retain_graph=True),
+        lambda: torch.func.vmap(lambda dy: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(torch.stack((y, y))),
+    ):
+        with pytest.raises(RuntimeError, match="conv1d: a gradient is batched by vmap; needs one gradient a backward"):
+            call()
+
+
 def test_a_first_derivative_is_served_where_a_graph_is_made() -> None:
     x, w, state = (t.requires_grad_() for t in operands(F64))
     plain = torch.autograd.grad(causal_conv1d(x, w, CU, initial_state=state).sum(), (x, w, state))

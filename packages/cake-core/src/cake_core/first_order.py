@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C import _dispatch_tls_is_dispatch_key_included as _included
+from torch._C import _parse_dispatch_key
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, peek_interpreter_stack
+from torch.compiler import is_compiling
 
 from .errors import message
 
 __all__ = ["bare_apply", "first_order"]
 
+_VMAP = _parse_dispatch_key("VmapMode")
 _Grads = tuple[Tensor | None, ...]
 
 
@@ -25,8 +30,13 @@ def first_order(op: str, operands: Sequence[Tensor | None], run: Callable[..., _
 
     Under ``create_graph=True`` a gradient is a function of every operand. torch's ``once_differentiable`` looks at the
     incoming gradients alone: with one that needs no gradient itself (``y.sum()``, ones) a second derivative would be
-    silently 0. Here it raises RuntimeError; a first derivative under ``create_graph=True`` is served.
+    silently 0. Here it raises RuntimeError; a first derivative under ``create_graph=True`` is served. Many gradients at
+    once, of ``is_grads_batched=True`` or vmap, are a RuntimeError too: no kernel knows their wrappers.
     """
+    if not is_compiling() and (_included(_VMAP) or peek_interpreter_stack() is not None):
+        for operand in operands:
+            if operand is not None and (is_batchedtensor(operand) or is_legacy_batchedtensor(operand)):
+                raise RuntimeError(message(op, "a gradient", "batched by vmap", "one gradient a backward"))
     if not is_grad_enabled():
         return run(*args)
     with torch.no_grad():

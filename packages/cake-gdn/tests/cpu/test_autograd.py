@@ -418,6 +418,14 @@ def test_double_backward_is_refused() -> None:
         torch.autograd.grad(dq.square().sum(), tuple(leaves.values()), allow_unused=True)
 
 
+def test_gradients_that_vmap_batches_are_refused() -> None:
+    step = steps.make_step((10,), (1, 1))
+    leaves = step.leaves()
+    o, _ = call(step, leaves)
+    with pytest.raises(RuntimeError, match="gdn: a gradient is batched by vmap; needs one gradient a backward"):
+        torch.autograd.grad(o, leaves["dq"], torch.stack((step.do, step.do)), is_grads_batched=True)
+
+
 @pytest.mark.parametrize("transform", ["vmap", "grad", "dual"])
 def test_a_call_inside_a_transform_is_refused_by_name(transform: str) -> None:
     step = steps.make_step((10,), (1, 1), dtype="float32")

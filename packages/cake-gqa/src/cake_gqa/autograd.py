@@ -11,8 +11,7 @@ from cake_core.errors import message
 from cake_core.first_order import bare_apply, first_order
 from cake_core.operands import written
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, unwrap_if_dead
-from torch.compiler import is_compiling
+from torch._C._functorch import unwrap_if_dead
 
 from . import backends
 from ._checks import Checked, check_concrete, check_contents, check_outputs, check_row_map, key_gradients, readable
@@ -59,8 +58,6 @@ class VarlenGqaFunction(torch.autograd.Function):
         dout, call = grads[0], ctx.call
         if dout is None:
             return None, None, None, None
-        if not is_compiling() and (is_legacy_batchedtensor(dout) or is_batchedtensor(dout)):
-            raise RuntimeError(message("gqa", "the gradient of out", "batched by vmap", "one gradient a backward"))
         variant = variants.settle("gqa", call.variant)
         saved = ctx.saved_tensors  # a checkpoint unpacks them once
         needs = ctx.needs_input_grad[:3]

@@ -308,7 +308,7 @@ def test_gradients_that_vmap_batches_are_refused() -> None:
     step = make()
     leaves = step.leaves()
     out, _ = step.attend(leaves)
-    with pytest.raises(RuntimeError, match="the gradient of out is batched by vmap; needs one gradient a backward"):
+    with pytest.raises(RuntimeError, match="gqa: a gradient is batched by vmap; needs one gradient a backward"):
         torch.autograd.grad(out, leaves, torch.stack((step.dout, step.dout)), is_grads_batched=True)
 
 

@@ -442,6 +442,13 @@ def test_double_backward_is_refused() -> None:
                 gradient.square().sum().backward(retain_graph=True)
 
 
+def test_gradients_that_vmap_batches_are_refused() -> None:
+    x, z, w = (t.requires_grad_() for t in (rows(0, 4, 64), rows(1, 4, 64), rows(2, 64)))
+    for name, y in (("rmsnorm", zero_centered_rmsnorm(x, w)), ("gated_rmsnorm", rmsnorm_gate(x, z, w))):
+        with pytest.raises(RuntimeError, match=f"{name}: a gradient is batched by vmap; needs one gradient a backward"):
+            torch.autograd.grad(y, x, torch.stack((y, y)), is_grads_batched=True)
+
+
 def test_a_default_device_of_torch_changes_nothing() -> None:
     """The CPU backends make what they need where the operands are."""
     x, z, w = (t.requires_grad_() for t in (rows(0, 4, 64), rows(1, 4, 64), rows(2, 64)))
