@@ -7,16 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _dispatch_tls_is_dispatch_key_included as _included
-from torch._C import _parse_dispatch_key
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, peek_interpreter_stack
-from torch.compiler import is_compiling
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from .errors import message
 
 __all__ = ["bare_apply", "first_order"]
 
-_VMAP = _parse_dispatch_key("VmapMode")
 _Grads = tuple[Tensor | None, ...]
 
 
@@ -31,16 +27,17 @@ def first_order(op: str, operands: Sequence[Tensor | None], run: Callable[..., _
     Under ``create_graph=True`` a gradient is a function of every operand. torch's ``once_differentiable`` looks at the
     incoming gradients alone: with one that needs no gradient itself (``y.sum()``, ones) a second derivative would be
     silently 0. Here it raises RuntimeError; a first derivative under ``create_graph=True`` is served. Many gradients at
-    once, of ``is_grads_batched=True`` or vmap, are a RuntimeError too: no kernel knows their wrappers.
+    once, of ``is_grads_batched=True`` or vmap, are a RuntimeError too: no backend runs on their wrappers.
     """
-    if not is_compiling() and (_included(_VMAP) or peek_interpreter_stack() is not None):
-        for operand in operands:
-            if operand is not None and (is_batchedtensor(operand) or is_legacy_batchedtensor(operand)):
-                raise RuntimeError(message(op, "a gradient", "batched by vmap", "one gradient a backward"))
-    if not is_grad_enabled():
-        return run(*args)
-    with torch.no_grad():
-        grads = run(*args)
+    try:
+        if not is_grad_enabled():
+            return run(*args)
+        with torch.no_grad():
+            grads = run(*args)
+    except RuntimeError as error:  # looked at here: a check in front of every backward would cost its host time
+        if any(t is not None and (is_batchedtensor(t) or is_legacy_batchedtensor(t)) for t in operands):
+            raise RuntimeError(message(op, "a gradient", "batched by vmap", "one gradient a backward")) from error
+        raise
     given = [grad for grad in grads if grad is not None]
     sources = [operand for operand in operands if operand is not None]
     guarded = iter(_Once.apply(op, len(given), *given, *sources))  # pyright: ignore[reportArgumentType]
