@@ -132,7 +132,7 @@ def _check_rank_heads(args: Any) -> None:
     flags = f"{trainer_option('num_attention_heads')}, {trainer_option('num_query_groups')}"
     got = f"{heads}, {groups} with {trainer_option('tensor_model_parallel_size')} {ranks}"
     shared = max(groups, ranks)
-    if heads % ranks or shared % ranks or shared % groups:
+    if groups < 1 or heads % ranks or shared % ranks or shared % groups:
         raise ValueError(
             message("gqa", flags, got, f"query heads that {ranks} divides, key heads that it divides or that divide it")
         )
