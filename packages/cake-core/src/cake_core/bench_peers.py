@@ -14,7 +14,6 @@ __all__ = ["load_peers", "side_by_side", "warm_pass"]
 
 _Operands = TypeVar("_Operands")
 _Peer = TypeVar("_Peer")
-_REASON_CHARS = 500
 
 
 def load_peers(
@@ -83,5 +82,5 @@ def warm_pass(
             torch.cuda.synchronize()
         what = "ran"
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
+        what = absence(error, impl=name)["reason"]
     say(f"warm {name} {pass_} {shape}: {time.monotonic() - begin:.1f} s, {what}")

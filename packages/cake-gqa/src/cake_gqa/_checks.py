@@ -192,9 +192,7 @@ def _check_dtypes(entry: str, kind: str, *, q: Tensor, lse: Tensor | None = None
     check_dtype(entry, "q", q, CUDA_DTYPES[:1] if kind == "cuda" else CPU_DTYPES, kind)
     for name, value in others.items():
         if value.dtype != q.dtype:
-            remedy = (
-                "autocast casts nothing here: cast what is not BF16" if torch.bfloat16 in (value.dtype, q.dtype) else ""
-            )
+            remedy = "cast them to one dtype; autocast casts nothing here"
             raise ValueError(message(entry, name, str(value.dtype), f"{q.dtype}, the dtype of q", remedy))
     if lse is not None and lse.dtype != compute_dtype(q):
         raise ValueError(message(entry, "lse", str(lse.dtype), f"{compute_dtype(q)}, that of the forward's"))
@@ -280,7 +278,7 @@ def _check_dense(entry: str, name: str, value: Tensor) -> None:
 
 def _check_ints(entry: str, name: str, value: Tensor) -> None:
     if value.dtype != torch.int32:
-        raise ValueError(message(entry, name, str(value.dtype), "torch.int32", f"{name}.int()"))
+        raise ValueError(message(entry, name, str(value.dtype), "torch.int32", "cast it with .int()"))
     if value.dim() != 1:
         raise ValueError(message(entry, name, f"of shape {tuple(value.shape)}", "one dimension"))
     if not value.is_contiguous() or value.is_neg():

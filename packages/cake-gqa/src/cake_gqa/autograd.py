@@ -11,7 +11,6 @@ from cake_core.errors import message
 from cake_core.first_order import bare_apply, first_order
 from cake_core.operands import written
 from torch import Tensor
-from torch._C._functorch import unwrap_if_dead
 
 from . import backends
 from ._checks import Checked, check_concrete, check_contents, check_outputs, check_row_map, key_gradients, readable
@@ -68,12 +67,8 @@ class VarlenGqaFunction(torch.autograd.Function):
         raise RuntimeError("gqa: forward-mode differentiation is not implemented; needs reverse mode")
 
 
-_apply = bare_apply(VarlenGqaFunction)
-
-
-def apply(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """The differentiable out, and lse. A tensor that left its torch.func transform counts as plain."""
-    return _apply(unwrap_if_dead(q), unwrap_if_dead(k), unwrap_if_dead(v), call)
+apply: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]] = bare_apply(VarlenGqaFunction)
+"""The differentiable out, and lse, of operands that no torch.func transform wraps."""
 
 
 def _backward(

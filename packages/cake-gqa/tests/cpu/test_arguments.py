@@ -219,6 +219,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("--num-attention-heads", "28, 8", "14/4 each"),
     ),
     "no-key-heads": ({"num_query_groups": 0}, ("--num-query-groups", "24, 0")),
+    "no-heads-and-no-groups": ({"num_attention_heads": 0, "num_query_groups": None}, ("--num-attention-heads", "0, 0")),
     "no-heads": ({"num_attention_heads": 0, "num_query_groups": 1}, ("--num-attention-heads", "0, 1")),
     "dropout": ({"attention_dropout": 0.1}, ("--attention-dropout", "0.1")),
     "window": ({"window_size": (127, 0)}, ("--window-size", "(127, 0)")),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
 from cake_core.testing.operands import DTYPES, normal
-from cake_gqa import varlen_gqa_attention, varlen_gqa_attention_fwd
+from cake_gqa import backends, varlen_gqa_attention, varlen_gqa_attention_fwd
 from cake_gqa.testing import budgets, shapes, steps
 from torch import Tensor
 
@@ -50,12 +50,19 @@ def test_scores_that_overflow_weigh_nothing() -> None:
     assert_rel_rms(lse[0, 1:], torch.tensor([1 / 16 + math.log(50)], dtype=F64), 1e-6, "lse")
 
 
-def test_a_negated_view_is_read_with_its_sign() -> None:
-    """Autograd copies what it cannot read in place, as it does with expanded tensors."""
-    step = steps.make_step(((5, 7),), (2, 1))
+def test_a_negated_view_is_read_with_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd copies what a kernel cannot read in place, as it does with expanded tensors."""
+    step, seen, forward = steps.make_step(((5, 7),), (2, 1)), list[bool](), backends.cpu.forward
+
+    def record(x: Any, out: Tensor, lse: Tensor) -> None:
+        seen.extend(t.is_neg() for t in (x.q, x.k, x.v))
+        forward(x, out, lse)
+
+    monkeypatch.setattr(backends.cpu, "forward", record)
     negated = tuple(torch._neg_view(-t) for t in (step.q, step.k, step.v))
     for one, other in zip(step.attend(negated), step.attend((step.q, step.k, step.v)), strict=True):
         assert_same_bits(one, other, "negated")
+    assert seen == [False] * 6
 
 
 # --- FP64 -------------------------------------------------------------------------------------------------------

@@ -508,3 +508,27 @@ def test_a_second_derivative_is_refused(first: int, again: int) -> None:
     (grad,) = torch.autograd.grad(out, leaves[first], DOUT, create_graph=True)
     with pytest.raises(RuntimeError, match="gqa: a gradient is differentiated again"):
         torch.autograd.grad(grad.float().sum(), leaves[again])
+
+
+def test_the_stride_of_a_dimension_of_one_may_be_anything() -> None:
+    """A kernel never takes that step."""
+    base = normal(0, 4000, dtype=F32)
+    cu = torch.tensor([0, 1], dtype=torch.int32)
+    key = normal(1, 1, 1, 256, dtype=F32)
+    for sizes, strides in (((1, 4, 256), (5, 256, 1)), ((1, 1, 256), (3, 7, 1))):
+        q = base.as_strided(sizes, strides)
+        assert torch.equal(
+            varlen_gqa_attention_fwd(q, key, key, cu, cu)[0],
+            varlen_gqa_attention_fwd(q.contiguous(), key, key, cu, cu)[0],
+        )
+    cu = torch.tensor([0, 7], dtype=torch.int32)
+    rows = base.as_strided((7, 1, 256), (256, 3, 1))
+    varlen_gqa_attention_fwd(rows, rows, rows, cu, cu)
+
+
+def test_more_rows_than_a_kernel_counts_are_refused() -> None:
+    key, cu = normal(1, 1, 1, 256), torch.tensor([0, 1], dtype=torch.int32)
+    many = key.expand(2**31 - 256, 1, 256)
+    for name, q, k in (("q", many, key), ("k", key, many)):
+        with pytest.raises(ValueError, match=f": {name} is of 2147483392 tokens; needs at most 2147483391"):
+            varlen_gqa_attention(q, k, k, cu, cu, max_seqlen_k=1)
