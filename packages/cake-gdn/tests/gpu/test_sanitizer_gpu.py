@@ -134,7 +134,11 @@ def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
     workspace.release_pool()
     torch.cuda.empty_cache()
     items = [item for item in request.session.items if item.path == request.path]
-    wanted = [str(item.callspec.params["run"]) for item in items if isinstance(item, pytest.Function)]
+    wanted = [
+        str(item.callspec.params["run"])
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
     # At least the barriers of a CTA (the tail has 11), which are in dynamic shared memory: the compiler's count, the
     # default, may miss them.
     options = ["--num-cuda-barriers", "16"]

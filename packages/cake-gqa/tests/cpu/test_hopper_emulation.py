@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -14,7 +15,7 @@ from cake_core.testing.gates import assert_same_bits
 from cake_gqa import plan
 from cake_gqa.testing.emulation import emulate
 from cake_gqa.testing.steps import Step, assert_accurate, assert_same_step, make_step, offsets, seen_lse
-from gqa_emulation import BF16, FP32, WIDTH, Kernels, is_poison, poisoned
+from gqa_emulation import BF16, FP32, WIDTH, Kernels, poisoned
 from torch import Tensor
 
 # --- numbers ----------------------------------------------------------------------------------------------------
@@ -81,23 +82,35 @@ def test_no_query_and_no_key_at_all(kernels: Kernels) -> None:
 
 
 def test_statistics(kernels: Kernels) -> None:
-    """lse in base 2 and dout . out where gqa.h says; +inf and 0 behind a segment, 0 for a row without keys."""
+    """lse in base 2 and dout . out where gqa.h says; +inf and 0 between segments, 0 for a row without keys."""
     step = make_step(((3, 5), (0, 2), (70, 1), (64, 64)), (2, 1))
     out, lse = kernels.forward(step)
     stats = kernels.statistics(step, out, lse).view(FP32).view(2, 2, -1)
     assert stats.shape[-1] == plan.stats_rows(step.q.shape[0], 4)
     dots = (step.dout.double() * out.double()).sum(-1).T
-    written = torch.zeros(stats.shape[-1], dtype=torch.bool)
+    own = torch.zeros(stats.shape[-1], dtype=torch.bool)
     for n, (rows, _) in enumerate(step.spans):
         first, count = (rows.start + 64 * n) // 64 * 64, rows.stop - rows.start
-        end, padded = first + count, first + -(-count // 64) * 64
-        written[first:padded] = True
-        log2 = torch.where(lse[:, rows] == -torch.inf, 0.0, lse[:, rows] * 1.4426950408889634)
+        end = first + count
+        own[first:end] = True
+        log2 = torch.where(lse[:, rows] == -torch.inf, 0.0, lse[:, rows] * 1.4426950408889634 - 12.0)
         torch.testing.assert_close(stats[0, :, first:end], log2, rtol=2e-7, atol=0.0)
         torch.testing.assert_close(stats[1, :, first:end], dots[:, rows].float(), rtol=1e-5, atol=1e-5)
-        assert stats[0, :, end:padded].eq(torch.inf).all()
-        assert stats[1, :, end:padded].eq(0.0).all()
-    assert is_poison(stats[:, :, ~written])
+    assert stats[0, :, ~own].eq(torch.inf).all()
+    assert stats[1, :, ~own].eq(0.0).all()
+
+
+def test_weights_of_hundreds_of_thousands_of_keys_keep_their_bits(kernels: Kernels) -> None:
+    """P of 2^-18 times as much, by an lse as long windows have: the gradients are that much smaller and as accurate."""
+    step = make_step((130, 70), (2, 1))
+    out, lse = kernels.forward(step)
+    lse += 18 * math.log(2.0)
+    stats = kernels.statistics(step, out, lse)
+    got = dict(zip(("dk_fp32", "dv_fp32"), kernels.key_gradients(step, stats, dtype=FP32), strict=True))
+    got["dq"] = kernels.query_gradient(step, stats)
+    want = step.reference(stored=out)
+    want |= {"dk_fp32": want["dk"], "dv_fp32": want["dv"]}
+    assert_accurate({name: value.float() * 2**18 for name, value in got.items()}, want, "2^-18")
 
 
 def test_a_nan_reaches_its_own_document_alone(kernels: Kernels) -> None:

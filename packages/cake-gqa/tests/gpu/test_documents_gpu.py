@@ -178,7 +178,7 @@ def test_very_many_segments(count: int) -> None:
     )
     own = {name: got[name][:, rows:] if name == "lse" else got[name][rows:] for name in QUERIES}
     own |= {name: got[name][keys:] for name in KEYS if name in got}
-    assert_accurate(own, some.reference(stored=own["out"]), "the last 3000 segments")
+    assert_accurate(own, some.reference(stored=own["out"]), "the last 3000 segments", few=True)
 
 
 def test_a_window_of_hundreds_of_thousands_of_keys() -> None:
@@ -244,30 +244,29 @@ def test_the_add_form_in_several_passes_over_the_heads() -> None:
 # ---- time
 
 
-def _milliseconds(call: Callable[[], object]) -> float:
-    """Median of ten calls on the device, whose host never waits."""
-    for _ in range(2):
-        call()
-    times: list[float] = []
-    for _ in range(10):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return median(times)
+def _milliseconds(steps: Mapping[str, Step], record: Callable[[str, object], None]) -> dict[str, float]:
+    """Median of twenty runs of each on the device, in turn, behind ten: a device that was idle is faster."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(30):
+        for name, step in steps.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            step.run()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end))
+    found = {name: median(each[10:]) for name, each in times.items()}
+    for name, milliseconds in found.items():
+        record(name, f"{milliseconds:.3f} ms")
+    return found
 
 
 def test_short_documents_take_no_longer_than_their_pairs(record_property: Callable[[str, object], None]) -> None:
     """flash-attention 2807, 2521: work cut by the total of tokens instead of the segments. 32 k tokens either way: 64
     documents of 512, and half of the tokens in 256 documents of 64 beside 16 of 1024, 6 % more pairs."""
-    base = make_step((512,) * 64, (8, 1), device=DEVICE)
-    mixed = make_step((64,) * 256 + (1024,) * 16, (8, 1), device=DEVICE)
-    short = make_step((64,) * 512, (8, 1), device=DEVICE)
-    found = {name: _milliseconds(step.run) for name, step in (("512", base), ("mixed", mixed), ("64", short))}
-    for name, milliseconds in found.items():
-        record_property(name, f"{milliseconds:.3f} ms")
+    packs = {"512": (512,) * 64, "mixed": (64,) * 256 + (1024,) * 16, "64": (64,) * 512}
+    steps = {name: make_step(lengths, (8, 1), device=DEVICE) for name, lengths in packs.items()}
+    found = _milliseconds(steps, record_property)
     assert found["mixed"] <= 1.3 * found["512"], found
     assert found["64"] <= found["512"], found
 
@@ -275,8 +274,5 @@ def test_short_documents_take_no_longer_than_their_pairs(record_property: Callab
 def test_a_loose_bound_takes_no_longer(record_property: Callable[[str, object], None]) -> None:
     """Nothing is launched for keys that are not there."""
     step = make_step((2048,) * 16, (16, 2), device=DEVICE)
-    loose = replace(step, bound=step.k.shape[0])
-    found = {name: _milliseconds(each.run) for name, each in (("exact", step), ("loose", loose))}
-    for name, milliseconds in found.items():
-        record_property(name, f"{milliseconds:.3f} ms")
+    found = _milliseconds({"exact": step, "loose": replace(step, bound=step.k.shape[0])}, record_property)
     assert found["loose"] <= 1.03 * found["exact"], found

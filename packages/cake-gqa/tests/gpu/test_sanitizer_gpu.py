@@ -138,7 +138,11 @@ def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
     workspace.release_pool()
     torch.cuda.empty_cache()
     items = [item for item in request.session.items if item.path == request.path]
-    wanted = [str(item.callspec.params["run"]) for item in items if isinstance(item, pytest.Function)]
+    wanted = [
+        str(item.callspec.params["run"])
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
     # The barriers of a CTA, which are in dynamic shared memory: the compiler's count, the default, may miss them.
     barriers = {"racecheck": ("--num-cuda-barriers", "24")}
     with sanitized_runs(_SCRIPTS, "gqa", ahead=wanted, options=barriers) as runs:

@@ -5,12 +5,14 @@ The forward goes over blocks of 80 keys from the last to the first with a runnin
     m' = max(m, max_j S_ij)      a = 2^(c (m - m'))      P~ = 2^(c (S - m'))      c = s log2(e)
     l = a l + sum_j P~           O = a O + bf16(P~) v    out = O / l              lse = s m + ln l
 
-The backward normalises at once, P = 2^(c S - lse log2(e)); D is of ``out`` as it was stored:
+The backward normalises at once and has P 2^12 as large, P = 2^(c S - (lse log2(e) - 12)); D is of ``out`` as it was
+stored:
 
-    D_i = dout_i . out_i                          dV = bf16(P)^T dout
-    dS = P (dP - D)      dQ = s bf16(dS) K        dS' = fp16(P) (dP - D)      dK = s bf16(dS')^T Q
+    D_i = dout_i . out_i                                    dV = 2^-12 bf16(P)^T dout
+    dS = P (dP - D)      dQ = 2^-12 s bf16(dS) K            dS' = fp16(P) (dP - D)      dK = 2^-12 s bf16(dS')^T Q
 
-fp16(P) is what one warpgroup of the dK / dV kernel hands to the other. Everything else is FP32; in which order a
+fp16(P) is what one warpgroup of the dK / dV kernel hands to the other, 2^12 since numbers of FP16 have all their bits
+from 2^-14 on. Everything else is FP32; in which order a
 product is summed is not emulated. Masked numbers are selected away and never multiplied.
 """
 
@@ -31,6 +33,7 @@ __all__ = ["EXACT", "HOPPER", "KEYS", "POINTS", "Rounding", "emulate"]
 KEYS = 80
 """Keys of a block of the forward."""
 _LOG2_E = math.log2(math.e)
+_LIFT = 12
 
 POINTS = {
     "P~": torch.bfloat16,
@@ -144,12 +147,13 @@ def _backward(
     rounding: Rounding,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq as it is stored, dk and dv [H_kv, 1, nk, D] before they are."""
-    lse2 = (lse * _LOG2_E).masked_fill(lse == -torch.inf, 0.0)
+    lse2 = (lse * _LOG2_E - _LIFT).masked_fill(lse == -torch.inf, 0.0)
     S = q @ k.mT
     P = torch.exp2(scale * _LOG2_E * S - lse2[..., None]).masked_fill(~seen, 0.0)
     difference = dout @ v.mT - (dout * out).sum(-1, keepdim=True)
     dS, other = ((P_ * difference).masked_fill(~seen, 0.0) for P_ in (P, rounding("P'", P)))
-    dq = rounding("dq", scale * (rounding("dS", dS) @ k))
-    dk = scale * (rounding("dS'", other).mT @ q).sum(1, keepdim=True)
-    dv = (rounding("P", P).mT @ dout).sum(1, keepdim=True)
+    lower = 2.0**-_LIFT
+    dq = rounding("dq", scale * lower * (rounding("dS", dS) @ k))
+    dk = scale * lower * (rounding("dS'", other).mT @ q).sum(1, keepdim=True)
+    dv = lower * (rounding("P", P).mT @ dout).sum(1, keepdim=True)
     return dq, dk, dv

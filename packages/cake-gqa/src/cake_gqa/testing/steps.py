@@ -277,13 +277,15 @@ def seen_lse(lse: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
 
 
-def assert_accurate(got: Mapping[str, Tensor], want: Mapping[str, Tensor], where: str, *, cancels: str = "") -> None:
+def assert_accurate(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], where: str, *, cancels: str = "", few: bool = False
+) -> None:
     """Every output within its budget for BF16 operands; lse is -inf exactly in the rows that see no key.
 
     Args:
-        cancels: a key of ``budgets.CANCELLING``.
+        cancels, few: of ``budgets.budgets_of``.
     """
-    budgets = budgets_of(cancels)
+    budgets = budgets_of(cancels, few=few)
     for name, value in got.items():
         wanted = want[name]
         if name == "lse":

@@ -1,5 +1,6 @@
 // Gradients of k and v:  P = 2^(scale log2(e) S - lse log2(e)), dS = P (dP - dout . out),
-//                        dV = P^T dout, dK = scale dS^T q, summed over the query heads of a key head.
+//                        dV = P^T dout, dK = scale dS^T q, summed over the query heads of a key head. P and dS are
+//                        2^kLift as large (gqa.h), and the sums are scaled back.
 //
 // CTA: persistent; it takes tiles of 64 keys of a head and goes through the query heads of that head, and in each
 // through the tiles of 64 queries that see a key. All is transposed, keys x queries, so that the sums are the register
@@ -10,7 +11,7 @@
 //
 // Each issues the second product of a tile before the first one of the next: the stage that it reads is given back in
 // the middle of a step, and what comes there two tiles on has the time to come. While one warpgroup has no product on
-// its way, the other one has. P^T goes from 0 to 1 in FP16 (three bits more than BF16, at most 1), in the order of the
+// its way, the other one has. P^T goes from 0 to 1 in FP16 (three bits more than BF16), in the order of the
 // registers, in which both hold the same elements.
 //
 //   shared memory, bytes                       barriers (arrivals)
@@ -196,6 +197,7 @@ __device__ __forceinline__ void finish_scores(Shared& shared, const Walk& walk, 
   } else {
     exponentiate<true>(s, lse_log2, scale_log2, walk.from() + me.row - me.column);
   }
+  ptx::fence_proxy_async();  // lse has been read and is overwritten through the other proxy
   ptx::mbarrier_arrive(&shared.q_empty[at.stage]);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -237,6 +239,7 @@ __device__ __forceinline__ void finish_differences(Shared& shared, const Walk& w
   } else {
     differentiate<true>(dp, probabilities, dots, walk.from() + me.row - me.column);
   }
+  ptx::fence_proxy_async();
   ptx::mbarrier_arrive(&shared.dout_empty[at.stage]);
 }
 
@@ -301,6 +304,7 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
   const Gradient<kOf> my = {shared};
   const Place me;
   const float scale_log2 = __fmul_rn(p.p.scale, kLog2E);
+  const float by = kOf == 0 ? kLower : __fmul_rn(p.p.scale, kLower);
   void* const to = kOf == 0 ? p.p.dv : p.p.dk;
   Walk walk;
   float sums[2][64];
@@ -345,7 +349,7 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
     my.template end_sum<0>(sums, walk.number - 1, me.lane);
 
     ptx::bar_sync(kGroupBarrier + kOf, kWarpgroup);  // nobody reads its own tile any more
-    store(p, tile, to, my.own(), sums, kOf == 0 ? 1.f : p.p.scale);
+    store(p, tile, to, my.own(), sums, by);
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive(my.own_empty());
     ptx::mbarrier_arrive(&shared.tile_empty[at.stage]);

@@ -1,4 +1,5 @@
-// Gradient of q:  P = 2^(scale log2(e) S - lse log2(e)), dS = P (dP - dout . out), dQ = scale dS k.
+// Gradient of q:  P = 2^(scale log2(e) S - lse log2(e)), dS = P (dP - dout . out), dQ = scale dS k; P and dS are
+// 2^kLift as large (gqa.h).
 //
 // CTA: persistent; it takes tiles of 128 queries of a head, as the forward. Two warpgroups have 64 rows each and keep
 // dQ in registers, a third one fetches. For every block of 64 keys that the tile sees, from the first one on:
@@ -73,7 +74,7 @@ __device__ __forceinline__ void fetch(const Params& p, Shared& shared) {
   }
 }
 
-// Of a thread's two rows: lse log2(e), dout . out. What a warpgroup walks with.
+// Of a thread's two rows: lse log2(e) - kLift, dout . out. What a warpgroup walks with.
 struct Walk {
   float dq[2][64];
   float lse_log2[2], dots[2];
@@ -222,7 +223,8 @@ __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int w
       if (lane == 0) ptx::mbarrier_arrive(&shared.k_empty[last.stage]);
     }
     ptx::bar_sync(kGroupBarrier + warpgroup, kWarpgroup);  // nobody reads these rows of q any more
-    store_bf16<kQueryTile>(q, walk.dq, p.p.scale, p.p.scale, dq, p.row_bytes, rows);
+    const float by = __fmul_rn(p.p.scale, kLower);
+    store_bf16<kQueryTile>(q, walk.dq, by, by, dq, p.row_bytes, rows);
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive(&shared.rows_empty);
     ptx::mbarrier_arrive(&shared.tile_empty[at.stage]);

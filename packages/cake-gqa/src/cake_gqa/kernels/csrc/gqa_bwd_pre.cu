@@ -1,10 +1,11 @@
-// Statistics of a backward: lse in base 2 and dout . out of every query row and head (gqa.h).
+// Statistics of a backward: lse in base 2, less kLift, and dout . out of every query row and head (gqa.h).
 //
 // CTA: kStatsTile rows of the statistics of one head; heads run fastest. A warp has a row at a time, a lane 8 columns
 // of it. The sum: products of a lane's columns ascending by FMA, then lanes by halving distances.
 //
 // A row that sees no key has lse = -inf; it gets 0, so that nothing of it is NaN: all its pairs are masked.
 #include <cstdint>
+#include <limits>
 
 #include "cake/v1/launch.h"
 #include "cake/v1/reduce.cuh"
@@ -18,6 +19,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kAtOnce = 4;  // rows of a warp
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 __device__ __forceinline__ uint4 load_row(const HeadRows& rows, int64_t token, int head, int lane) {
   const char* row = static_cast<const char*>(rows.data) + token * rows.token_bytes + head * rows.head_bytes;
@@ -31,11 +33,14 @@ __global__ __launch_bounds__(kThreads) void gqa_bwd_pre(const __grid_constant__ 
   const int first_q = clamped(p.cu_q[n], rows_q), end_q = clamped(p.cu_q[n + 1], rows_q);
   const int from = first_q + first - stats_row(first_q, n);  // token of this tile's first row
   const int rows = end_q - from < kStatsTile ? end_q - from : kStatsTile;
-  if (rows <= 0 || from < first_q) return;  // between two segments
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int64_t all = stats_rows(rows_q, p.segments), at = head * all + first;
   float* const lse_log2 = p.stats + at;
   float* const dots = p.stats + heads * all + at;
+  if (rows <= 0 || from < first_q) {  // between two segments: only malformed offsets lead there
+    if (thread < kStatsTile) lse_log2[thread] = kInfinity, dots[thread] = 0.f;
+    return;
+  }
   for (int row = warp * kAtOnce; row < kStatsTile; row += kThreads / 32 * kAtOnce) {
     uint4 out[kAtOnce], dout[kAtOnce];
 #pragma unroll
@@ -54,10 +59,10 @@ __global__ __launch_bounds__(kThreads) void gqa_bwd_pre(const __grid_constant__ 
       sum = sum_lanes(sum, kWarp);
       if (lane != 0) continue;
       const bool there = row + i < rows;
-      float lse = __uint_as_float(0x7f800000u);
+      float lse = kInfinity;
       if (there) {
         lse = p.lse[static_cast<int64_t>(head) * rows_q + from + row + i];
-        lse = lse == __uint_as_float(0xff800000u) ? 0.f : __fmul_rn(lse, kLog2E);
+        lse = lse == -kInfinity ? 0.f : __fmaf_rn(lse, kLog2E, -kLift);
       }
       lse_log2[row + i] = lse;
       dots[row + i] = there ? sum : 0.f;

@@ -21,13 +21,14 @@ __global__ __launch_bounds__(kThreads) void gqa_rowmap_clear(const __grid_consta
   if (j < p.segments.rows_k) p.last[j] = kNobody;
 }
 
-// Whether window row j is added to anything.
+// Whether window row j is added to anything. Where offsets are malformed it may be in no segment, and nobody wrote it.
 __device__ __forceinline__ bool counts(const RowmapAdd& p, int j) {
   const Segments& s = p.segments;
   const int n = last_at_most(s.count, j, [&](int i) { return clamped(s.cu_k[i], s.rows_k); });
   const Segment segment = segment_of(s, n);
   const int to = p.row_map[j];
-  return segment.rows_q > 0 && j < segment.first_k + segment.rows_k && to >= 0 && to < p.rows;
+  const bool written = segment.rows_q > 0 && j >= segment.first_k && j < segment.first_k + segment.rows_k;
+  return written && to >= 0 && to < p.rows;
 }
 
 __global__ __launch_bounds__(kThreads) void gqa_rowmap_links(const __grid_constant__ RowmapAdd p) {
