@@ -1,9 +1,11 @@
 """Write or check the benchmark tables of the packages' pages from their latest stored run.
 
-A page (README.md, docs/*.md) has a table of an op between two comments, its speed in TB/s, in milliseconds, or the
-errors of its outputs:
+A page (README.md, docs/*.md) has a table of an op between two comments, its speed in TB/s, TFLOP/s or milliseconds, or
+the errors of its outputs:
 
     <!-- bench: rmsnorm -->
+    <!-- end of bench -->
+    <!-- bench: gqa tflops -->
     <!-- end of bench -->
     <!-- bench: gdn ms -->
     <!-- end of bench -->
@@ -25,7 +27,7 @@ from typing import Any
 from cake_core.bench_report import error_table, label, markdown_table, means_line, newest
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = re.compile(r"(<!-- bench: (\w+)(?: (ms|errors))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- bench: (\w+)(?: (tflops|ms|errors))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
 
 
 def pages(package: Path) -> Iterator[Path]:
@@ -35,7 +37,7 @@ def pages(package: Path) -> Iterator[Path]:
 
 def section(docs: list[dict[str, Any]], op: str, kind: str | None = None) -> str:
     """What stands between the comments: where and when, the table, of speeds also the means and what is absent.
-    ``kind``: None, "ms" or "errors"."""
+    ``kind``: None, "tflops", "ms" or "errors"."""
     doc = docs[0]
     where = f"{doc['device']}, driver {doc['driver']}, CUDA {doc['cuda']}, torch {doc['torch']}"
     when = f"{doc['date'][:10]}, commit {doc['git_sha'] or 'unknown'}"
@@ -43,6 +45,9 @@ def section(docs: list[dict[str, Any]], op: str, kind: str | None = None) -> str
         return f"{where}; {when}. {error_table(docs, op)}\n"
     if kind == "ms":
         unit, of_unit = "median_ms", "Milliseconds, forward / backward"
+    elif kind == "tflops":
+        dense = f"a product of 8192 x 8192 matrices reaches {doc['ceilings']['matmul_tflops']:.0f} in the same run"
+        unit, of_unit = "tflops", f"TFLOP/s, forward / backward; {dense}"
     else:
         copied = f"a copy of 1 GiB reaches {doc['ceilings']['copy_tbps']:.2f} in the same run"
         unit, of_unit = "tbps", f"TB/s, forward / backward; {copied}"

@@ -142,7 +142,7 @@ def markdown_table(docs: Sequence[Mapping[str, Any]], op: str, *, unit: str = "t
     same bytes.
 
     Args:
-        unit: field of the rows that is shown: "tbps", TB/s, or "median_ms", milliseconds.
+        unit: field of the rows that is shown: "tbps", TB/s, "tflops", TFLOP/s, or "median_ms", milliseconds.
 
     Raises: ValueError when the documents have no row of ``op``.
     """
@@ -217,7 +217,7 @@ def _figure(here: Sequence[Comparison], pass_: str, name: str, unit: str) -> str
     for one in here:
         for row in one.rows:
             if one.pass_ == pass_ and label(row) == name and row[unit] is not None:
-                return f"{row[unit]:.2f}"
+                return f"{row[unit]:.0f}" if unit == "tflops" else f"{row[unit]:.2f}"
     return None
 
 

@@ -23,7 +23,16 @@ from cake_core.bench_report import (
 def row(impl: str, ms: float, shape: str = "s", **more: Any) -> dict[str, Any]:
     variant = more.pop("variant", "det" if impl == "cake" else None)
     base = {"op": "demo", "pass": "fwd", "shape": shape, "params": {"rows": 8, "hidden_size": 16, "weight": "float32"}}
-    return {**base, "impl": impl, "variant": variant, "version": "1.0", "median_ms": ms, "tbps": 4 / ms, **more}
+    return {
+        **base,
+        "impl": impl,
+        "variant": variant,
+        "version": "1.0",
+        "median_ms": ms,
+        "tbps": 4 / ms,
+        "tflops": 600 / ms,
+        **more,
+    }
 
 
 def document(*rows: dict[str, Any], date: str = "2026-11-30T10:00:00+00:00") -> dict[str, Any]:
@@ -89,6 +98,8 @@ def test_a_table_has_a_line_for_every_shape_and_keeps_what_loses() -> None:
     ]
     in_ms = markdown_table([main, other], "demo", unit="median_ms").splitlines()
     assert in_ms[2] == "| s | 8 x 16, weight float32 | 1.00 / 2.00 | 0.50 / - | 0.22 / - | 0.20 / - |  |"
+    in_tflops = markdown_table([main, other], "demo", unit="tflops").splitlines()
+    assert in_tflops[2] == "| s | 8 x 16, weight float32 | 600 / 300 | 1200 / - | 2727 / - | 0.20 / - |  |"
     with pytest.raises(ValueError, match="rows of"):
         markdown_table([main], "nothing")
 

@@ -1,12 +1,12 @@
 """Largest relative RMS error of each output against the FP64 definition on the same operands. Torch-free.
 
-``BUDGETS`` are for BF16 operands with scores of about one and documents of at least 500 tokens, on any device. Any
-budget refuses a scale error of two per cent.
+``BUDGETS`` are for BF16 operands on any device, and for the gradients for the stored output
+(``oracle.reference(stored=...)``). Any budget refuses a scale error of two per cent.
 
 A backward has D = dout . out of the stored output, whose rounding is as large as all that is left of dP - D where few
 keys are seen or one key has nearly all the weight. Against the definition dq and dk then have a budget of
-``CANCELLING``; against the gradients for the stored output (``oracle.reference(stored=...)``) ``BUDGETS`` hold for all
-operands.
+``CANCELLING``; with scores of about one and packs of documents of 500 tokens and more ``BUDGETS`` hold there too. In a
+single document of two heads its first rows weigh more: 2.64e-3 of dk and 2.05e-3 of dk_fp32 were seen.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from cake_core.testing.case import Budget
 
 __all__ = ["BUDGETS", "CANCELLING", "CPU", "FEW", "budgets_of", "cpu_budgets"]
 
-_EMULATED = (
-    "emulation.emulate on a CPU, worst of three seeds each of documents of 1000, 2048 and 1000 / 517 / 2049 / 18, "
-    "windows of 2049 to 26000 keys, groups 1 to 8, 2026-11-30; not measured on a device"
-)
 _MEASURED = (
-    "H200, CUDA 13.0; three seeds of documents of 1000 to 2049 tokens and windows of 2049 to 260000 keys, 2026-12-01"
+    "H200, CUDA 13.0, det, against the stored output; worst of three seeds of documents of 512 to 2049 tokens, windows of "
+    "2049 to 260000 keys, groups 1 to 8, uneven channels; of the gradients also short documents and q of 2 to 30, "
+    "2026-12-01"
+)
+_EMULATED = (
+    "emulation.emulate on a CPU against the definition, worst of three seeds, groups 1 to 8, 2026-11-30; up to 3.9e-3 and "
+    "6.6e-3 on an H200, 2026-12-01"
 )
 
 BUDGETS = {
-    "out": Budget(2.4e-3, 2.35e-3, _EMULATED),
+    "out": Budget(2.4e-3, 2.35e-3, _MEASURED),
     "lse": Budget(1.0e-7, 5.1e-8, _MEASURED),
-    "dq": Budget(2.6e-3, 2.51e-3, _EMULATED),
-    "dk": Budget(2.6e-3, 2.50e-3, _EMULATED),
-    "dv": Budget(2.5e-3, 2.37e-3, _EMULATED),
-    "dk_fp32": Budget(2.0e-3, 1.87e-3, _EMULATED),
-    "dv_fp32": Budget(1.8e-3, 1.69e-3, _EMULATED),
+    "dq": Budget(2.6e-3, 2.48e-3, _MEASURED),
+    "dk": Budget(2.6e-3, 2.42e-3, _MEASURED),
+    "dv": Budget(2.5e-3, 2.36e-3, _MEASURED),
+    "dk_fp32": Budget(2.0e-3, 1.80e-3, _MEASURED),
+    "dv_fp32": Budget(1.8e-3, 1.68e-3, _MEASURED),
 }
 """``lse`` is of the rows that see a key. "dk_fp32" is dk of the forms that keep FP32, window and add. Over long windows
 the error of ``out`` goes to 2.35e-3: two roundings to BF16 of 1.66e-3, the weights' and the output's own."""
@@ -40,11 +42,11 @@ the error of ``out`` goes to 2.35e-3: two roundings to BF16 of 1.66e-3, the weig
 CANCELLING = {
     "some": Budget(
         4.0e-3, 3.36e-3,
-        "as above; documents of 8 to 300 tokens, q of standard deviation 4 or q and k of uneven channels",
+        _EMULATED + "; documents of 8 to 300 tokens, q of standard deviation 4 or q and k of uneven channels",
     ),
     "much": Budget(
         8.0e-3, 6.93e-3,
-        "as above; documents of 2 and 3 tokens, 130 queries of 3 keys, q of standard deviation 30, a scale of 1",
+        _EMULATED + "; documents of 2 and 3 tokens, 130 queries of 3 keys, q of standard deviation 30, a scale of 1",
     ),
 }  # fmt: skip
 """Of dq and dk, in every form."""
