@@ -8,6 +8,7 @@ alone has the bits it has in a batch, with any number of threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -91,6 +92,8 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     also sums in another order where a matrix lies transposed (FP64): what is filled up lies row by row, so all do.
     A column lies the same either way and keeps the strides it came with, which choose a routine as well: they are made
     those of rows. A vector alone would get a routine of its own, so it gets company too.
+
+    ``torch.set_float32_matmul_precision("medium")`` lets oneDNN multiply FP32 in BF16, by threads; here it does not.
     """
     lead, count = a.shape[:-2], a.shape[:-2].numel()
     left, right = (x.contiguous().view(-1).view(count, *x.shape[-2:]) for x in (a, b))
@@ -99,7 +102,22 @@ def products(a: Tensor, b: Tensor) -> Tensor:
         padding = 1
     if padding:
         left, right = (torch.cat((x, x.new_zeros(padding, *x.shape[1:]))) for x in (left, right))
-    return torch.bmm(left, right)[:count].view(*lead, a.shape[-2], b.shape[-1])
+    with _whole_products():
+        return torch.bmm(left, right)[:count].view(*lead, a.shape[-2], b.shape[-1])
+
+
+@contextmanager
+def _whole_products() -> Iterator[None]:
+    """Within, oneDNN multiplies nothing where it may multiply FP32 in fewer bits."""
+    lowered = torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee")  # pyright: ignore
+    if not lowered or not torch._C._get_mkldnn_enabled():  # pyright: ignore
+        yield
+        return
+    torch._C._set_mkldnn_enabled(False)  # pyright: ignore
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(True)  # pyright: ignore
 
 
 def _fold(terms: Tensor, dim: int) -> Tensor:

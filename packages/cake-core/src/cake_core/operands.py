@@ -177,7 +177,11 @@ def host_ints(values: Tensor) -> tuple[int, ...]:
     Read through the address: unlike ``tolist`` this can never wait for a device, so a guard against that has nothing
     to forbid here. A wrapper, such as the result of a collective that still runs, has the address 0: it is copied,
     which waits.
+
+    Raises: RuntimeError within ``torch.jit.trace``, whose trace would run with these values whatever it is given.
     """
+    if torch.jit.is_tracing():
+        raise RuntimeError("values in host memory are read: needs torch.compile or torch.export, not torch.jit.trace")
     if values.data_ptr() == 0 and values.numel() > 0:
         values = values.clone()
     count = values.numel()

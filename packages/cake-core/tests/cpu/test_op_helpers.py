@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,6 +191,37 @@ def test_a_product_has_its_bits_however_its_matrices_lie(
         for some in (1, 2, 5):
             got = torch.cat([cpu_math.products(a[i : i + some], b[i : i + some]) for i in range(0, 5, some)])
             assert torch.equal(got, want), f"{some} matrices on {threads} threads"
+
+
+def test_a_trace_would_keep_what_is_read_on_the_host() -> None:
+    """``torch.jit.trace``: offsets of later calls would be those of the traced one."""
+
+    def first(values: Tensor) -> Tensor:
+        return values + operands.host_ints(values)[0]
+
+    with pytest.raises(RuntimeError, match="not torch.jit.trace"):
+        torch.jit.trace(first, (torch.tensor([3, 4], dtype=torch.int32),))
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_a_product_has_its_bits_whatever_precision_torch_multiplies_with(precision: str, tmp_path: Path) -> None:
+    """On processors that multiply BF16, oneDNN did for "medium", and in other parts with other numbers of threads."""
+    a, b = normal(0, 4, 64, 256, dtype=torch.float32), normal(1, 4, 256, 128, dtype=torch.float32)
+    want = cpu_math.products(a, b)
+    script = f"""
+import sys, torch
+from cake_core import cpu_math
+torch.set_float32_matmul_precision({precision!r})
+a, b, want = torch.load(sys.argv[1])
+for threads in (1, 2, 3):
+    torch.set_num_threads(threads)
+    assert torch.equal(cpu_math.products(a, b), want), threads
+    assert torch._C._get_mkldnn_enabled()
+"""
+    path = tmp_path / "operands.pt"
+    torch.save((a, b, want), path)
+    # In a process of its own: torch does not take the setting back whole.
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -18,13 +18,13 @@ from cake_core.testing.case import Budget
 __all__ = ["BUDGETS", "CANCELLING", "CPU", "FEW", "budgets_of", "cpu_budgets"]
 
 _MEASURED = (
-    "H200, CUDA 13.0, det, against the stored output; worst of three seeds of documents of 512 to 2049 tokens, windows of "
-    "2049 to 260000 keys, groups 1 to 8, uneven channels; of the gradients also short documents and q of 2 to 30, "
+    "H200, CUDA 13.0, det, against the stored output; worst of three seeds of documents of 512 to 2049 tokens, windows "
+    "of 2049 to 260000 keys, groups 1 to 8, uneven channels; of the gradients also short documents and q of 2 to 30, "
     "2026-12-01"
 )
 _EMULATED = (
-    "emulation.emulate on a CPU against the definition, worst of three seeds, groups 1 to 8, 2026-11-30; up to 3.9e-3 and "
-    "6.6e-3 on an H200, 2026-12-01"
+    "emulation.emulate on a CPU against the definition, worst of three seeds, groups 1 to 8, 2026-11-30; up to 3.9e-3 "
+    "and 6.6e-3 on an H200, 2026-12-01"
 )
 
 BUDGETS = {
