@@ -199,7 +199,7 @@ def test_a_trace_would_keep_what_is_read_on_the_host() -> None:
     def first(values: Tensor) -> Tensor:
         return values + operands.host_ints(values)[0]
 
-    with pytest.raises(RuntimeError, match="not torch.jit.trace"):
+    with pytest.raises(RuntimeError, match=r"not torch\.jit\.trace"):
         torch.jit.trace(first, (torch.tensor([3, 4], dtype=torch.int32),))
 
 
