@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch._dynamo.testing
 from cake_core.testing.gates import assert_same_bits
+from cake_core.testing.operands import normal
 from cake_norms.gated_rmsnorm import rmsnorm_gate_bwd, rmsnorm_gate_fwd, rmsnorm_silu_gate
 from cake_norms.rmsnorm import (
     ZeroCenteredRMSNorm,
@@ -17,9 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-
-def rows(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+rows = partial(normal, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("module", [True, False])

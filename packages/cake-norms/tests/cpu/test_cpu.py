@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch._dynamo.testing
 from cake_core.testing.gates import assert_rel_rms, assert_same_bits
+from cake_core.testing.operands import normal
 from cake_norms.gated_rmsnorm import rmsnorm_gate, rmsnorm_gate_bwd, rmsnorm_gate_fwd, rmsnorm_silu_gate
 from cake_norms.rmsnorm import (
     zero_centered_rmsnorm,
@@ -14,6 +17,7 @@ from cake_norms.rmsnorm import (
 )
 from torch import Tensor
 
+rows = partial(normal, dtype=torch.float32)
 ROUNDING = 1.8e-3  # one BF16 rounding: 1.66e-3 relative RMS
 
 
@@ -28,10 +32,6 @@ def gated_definition(x: Tensor, z: Tensor, w: Tensor, activation: str = "silu", 
 
 def grads(outputs: Tensor, dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(outputs, inputs, dy)
-
-
-def rows(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 # --- formulas ---------------------------------------------------------------------------------------------------
