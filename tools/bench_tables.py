@@ -63,13 +63,12 @@ def section(docs: list[dict[str, Any]], op: str, kind: str | None = None) -> str
 
 
 def _absences(docs: list[dict[str, Any]], op: str) -> list[str]:
-    """A line each for what was not timed. A process that ran out of time left shapes to another one, which need not
-    have had the same peers: those of its peers that no process timed there are named."""
+    """A line for each peer and reason with the shapes that were not timed. A process that ran out of time left shapes
+    to another one, which need not have had the same peers: those of its peers that no process timed there are named."""
     rows = [[(label(row), row["shape"]) for row in each["rows"] if row["op"] == op] for each in docs]
     timed = {found for each in rows for found in each}
-    shapes = {shape for _, shape in timed}
-    missing: dict[tuple[str, str], dict[str, None]] = {}  # (who, reason): shapes
-    lines: dict[str, None] = {}
+    shapes = [*dict.fromkeys(shape for each in rows for _, shape in each)]
+    missing: dict[tuple[str, str], dict[str, None]] = {}  # (who, reason): shapes, "" being all
     for each, own in zip(docs, rows, strict=True):
         impls = [*dict.fromkeys(impl for impl, _ in own)]
         for one in each.get("absent", ()):
@@ -77,13 +76,14 @@ def _absences(docs: list[dict[str, Any]], op: str) -> list[str]:
                 continue
             shape = one["shape"]
             if one["impl"] != "all":
-                what = " ".join(filter(None, (one["impl"], one["version"], one["pass"], shape)))
-                lines[f"* not timed: {what}: {one['reason']}"] = None
+                who = " ".join(filter(None, (one["impl"], one["version"], one["pass"])))
+                missing.setdefault((who, one["reason"]), {})[shape] = None
             elif left := [impl for impl in impls if (impl, shape) not in timed] if shape in shapes else ["all"]:
                 missing.setdefault((", ".join(left), one["reason"]), {})[shape] = None
-    for (who, reason), where in missing.items():
-        lines[f"* not timed: {who} at {', '.join(where)}: {reason}"] = None
-    return [*lines]
+    return [
+        f"* not timed: {who}{' at ' * any(where)}{', '.join(filter(None, where))}: {reason}"
+        for (who, reason), where in missing.items()
+    ]
 
 
 def filled(page: str, docs: list[dict[str, Any]]) -> str:

@@ -217,7 +217,7 @@ def _documents(entry: str, shape: torch.Size, home: tuple[str, int | None], cu_s
         if offsets.data_ptr() == 0:
             raise ValueError(message(entry, "cu_seqlens", "without memory", "offsets in memory"))
         if not is_intercepted(offsets):
-            host = host_ints(offsets)
+            host = host_ints(offsets, entry=entry, name="cu_seqlens")
             _check_offsets(entry, host, shape[-2])
     if dtype is not torch.int32:
         offsets = offsets.to(torch.int32)

@@ -12,10 +12,12 @@ from .errors import message
 __all__ = ["render_svg"]
 
 _COLORS = ("#2f6db3", "#7fb2e5", "#8c8c8c", "#bdbdbd", "#d98c3f", "#9f6fb5", "#6aa66a", "#c9605f")
+_DARK = ("#2f6db3", "#9f6fb5", "#c9605f")
 _BAR_INCHES = 0.22
+_LONG = 0.12  # of the longest bar: one that holds its figure, at its base, where no whisker is
 _GAP_INCHES = 0.18
 _PANEL_MARGIN_INCHES = 0.95
-_CEILINGS = {"tflops": "matmul_tflops", "tbps": "copy_tbps"}
+_CEILINGS = {"tflops": ("matmul_tflops", "one large product"), "tbps": ("copy_tbps", "a copy")}
 
 
 def render_svg(
@@ -105,6 +107,8 @@ def _draw(
     factor, unit = 1.0, "ms (less is better)"
     if metric != "median_ms":
         factor, unit = rate_unit(metric, max(row[metric] for row in panel))
+        unit += " (more is better)"
+    longest = max(row[metric] for row in panel) * factor
     top = 0.0
     ticks: list[float] = []
     names: list[str] = []
@@ -121,17 +125,22 @@ def _draw(
             axis.barh(
                 top, value, height=_BAR_INCHES * 0.9, color=colors[_label(row)], xerr=spread, error_kw={"lw": 0.8}
             )
-            axis.annotate(f"{value:.3g}", (high, top), xytext=(4, 0), textcoords="offset points", va="center", size=7)
+            inside = value > _LONG * longest
+            place: Any = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "size": 7}
+            color = "white" if inside and colors[_label(row)] in _DARK else "black"
+            axis.annotate(f"{value:.3g}", (0 if inside else high, top), color=color, **place)
             top += _BAR_INCHES
         top += _GAP_INCHES
-    ceiling = ceilings.get(_CEILINGS.get(metric, ""))
+    name, what = _CEILINGS.get(metric, ("", ""))
+    ceiling = ceilings.get(name)
     if ceiling is not None:
-        axis.axvline(ceiling * factor, color="#444444", lw=0.8, ls="--")
-        axis.annotate("ceiling", (ceiling * factor, 0), xytext=(3, 0), textcoords="offset points", size=7, va="bottom")
+        axis.axvline(ceiling * factor, color="#444444", lw=0.8, ls="--", zorder=0)
+        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "size": 7, "ha": "center"}
+        axis.annotate(what, (ceiling * factor, 1), xytext=(0, 2), **place)
     axis.set_yticks(ticks, names)
     axis.invert_yaxis()
-    axis.margins(x=0.1)
+    axis.margins(x=0.1, y=_GAP_INCHES / max(top, _GAP_INCHES) / 2)
     axis.set_xlim(left=0)
-    axis.set_xlabel(unit)
+    axis.set_xlabel(f"{unit}; whiskers from the 20th to the 80th percentile")
     axis.set_title(title, loc="left")
     axis.spines[["top", "right"]].set_visible(False)

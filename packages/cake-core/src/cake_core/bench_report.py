@@ -81,12 +81,16 @@ def comparisons(doc: Mapping[str, Any]) -> list[Comparison]:
 
 def geomeans(found: Iterable[Comparison]) -> dict[tuple[str, str, str], float]:
     """(op, pass, peer's label) -> geometric mean of our speed over that peer's, over the shapes both were timed at."""
+    return {key: math.exp(sum(values) / len(values)) for key, values in _logarithms(found).items()}
+
+
+def _logarithms(found: Iterable[Comparison]) -> dict[tuple[str, str, str], list[float]]:
     logs: dict[tuple[str, str, str], list[float]] = {}
     for one in found:
         if one.ours is not None:
             for row in one.peers:
                 logs.setdefault((one.op, one.pass_, label(row)), []).append(math.log(one.speed(row)))
-    return {key: math.exp(sum(values) / len(values)) for key, values in logs.items()}
+    return logs
 
 
 def label(row: Row) -> str:
@@ -169,13 +173,14 @@ def markdown_table(docs: Sequence[Mapping[str, Any]], op: str, *, unit: str = "t
 
 
 def means_line(docs: Sequence[Mapping[str, Any]], op: str) -> str:
-    """Our speed over each peer's, in every pass that was timed, as a sentence; empty without peers."""
+    """Our speed over each peer's, in every pass that was timed, as a sentence; empty without peers. In brackets at how
+    many shapes."""
     means: dict[str, list[str]] = {}
-    for (of, pass_, peer), mean in geomeans(one for doc in docs for one in comparisons(doc)).items():
+    for (of, pass_, peer), logs in _logarithms(one for doc in docs for one in comparisons(doc)).items():
         if of == op:
-            means.setdefault(peer, []).append(f"{pass_} {mean:.2f}")
+            means.setdefault(peer, []).append(f"{pass_} {math.exp(sum(logs) / len(logs)):.2f} ({len(logs)})")
     peers = "; ".join(f"{peer}: {', '.join(values)}" for peer, values in means.items())
-    return f"Our speed over a peer's, geometric mean over the shapes where it was timed. {peers}." if peers else ""
+    return f"Our speed over a peer's, geometric mean (of so many shapes). {peers}." if peers else ""
 
 
 def error_table(docs: Sequence[Mapping[str, Any]], op: str) -> str:

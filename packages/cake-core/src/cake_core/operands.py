@@ -171,7 +171,7 @@ def compute_dtype(*operands: Tensor) -> torch.dtype:
     return torch.float64 if any(value.dtype == torch.float64 for value in operands) else torch.float32
 
 
-def host_ints(values: Tensor) -> tuple[int, ...]:
+def host_ints(values: Tensor, *, entry: str = "host_ints", name: str = "values") -> tuple[int, ...]:
     """The elements of a dense int32 or int64 tensor in host memory, row-major.
 
     Read through the address: unlike ``tolist`` this can never wait for a device, so a guard against that has nothing
@@ -181,7 +181,8 @@ def host_ints(values: Tensor) -> tuple[int, ...]:
     Raises: RuntimeError within ``torch.jit.trace``, whose trace would run with these values whatever it is given.
     """
     if torch.jit.is_tracing():
-        raise RuntimeError("values in host memory are read: needs torch.compile or torch.export, not torch.jit.trace")
+        got, wanted = "read on the host by torch.jit.trace, which would keep it", "torch.compile or torch.export"
+        raise RuntimeError(message(entry, name, got, wanted))
     if values.data_ptr() == 0 and values.numel() > 0:
         values = values.clone()
     count = values.numel()

@@ -277,7 +277,8 @@ def test_a_chart_names_every_shape_implementation_and_value(tmp_path: Path) -> N
         "cake det",
         "torch 1.0",
         "TB/s",
-        "ceiling",
+        "a copy",
+        "whiskers from the 20th to the 80th percentile",
     ):
         assert word in text
     assert text.count(">3.5<") == text.count(">2.25<") == 4

@@ -69,7 +69,7 @@ def test_means_are_geometric_and_over_the_shapes_that_a_peer_has() -> None:
         ("demo", "fwd", "a 1.0"): pytest.approx(2.0),
         ("demo", "fwd", "b 1.0"): pytest.approx(0.5),
     }
-    assert means_line([doc], "demo").endswith("a 1.0: fwd 2.00; b 1.0: fwd 0.50.")
+    assert means_line([doc], "demo").endswith("a 1.0: fwd 2.00 (2); b 1.0: fwd 0.50 (1).")
     assert means_line([document(row("cake", 1.0))], "demo") == ""
 
 

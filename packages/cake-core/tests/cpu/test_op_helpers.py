@@ -197,9 +197,9 @@ def test_a_trace_would_keep_what_is_read_on_the_host() -> None:
     """``torch.jit.trace``: offsets of later calls would be those of the traced one."""
 
     def first(values: Tensor) -> Tensor:
-        return values + operands.host_ints(values)[0]
+        return values + operands.host_ints(values, entry="f")[0]
 
-    with pytest.raises(RuntimeError, match=r"not torch\.jit\.trace"):
+    with pytest.raises(RuntimeError, match=r"^f: values is read on the host by torch\.jit\.trace"):
         torch.jit.trace(first, (torch.tensor([3, 4], dtype=torch.int32),))
 
 

@@ -103,7 +103,7 @@ def _offsets(entry: str, name: str, value: Any) -> _Offsets | None:
     if is_abstract(value):
         return _Offsets(name, value.shape[0], None)
     if value.is_cpu:
-        values = _known(entry, name, host_ints(value.contiguous()))
+        values = _known(entry, name, host_ints(value.contiguous(), entry=entry, name=name))
         return _Offsets(name, len(values), values)
     return _Offsets(name, value.shape[0], None)
 

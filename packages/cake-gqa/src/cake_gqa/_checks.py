@@ -383,7 +383,7 @@ def _read(entry: str, kind: str, **tensors: Tensor | None) -> list[tuple[int, ..
     for name, value in tensors.items():
         if value is not None and value.data_ptr() == 0 and value.numel():
             raise ValueError(message(entry, name, "without memory", "a tensor in memory"))
-    return [() if value is None else host_ints(value) for value in tensors.values()]
+    return [() if value is None else host_ints(value, entry=entry, name=name) for name, value in tensors.items()]
 
 
 def _check_boundaries(entry: str, name: str, values: tuple[int, ...], tokens: int, operand: str) -> None:
