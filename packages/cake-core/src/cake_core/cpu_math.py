@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,8 @@ BLOCK_ROWS = 1024
 # Elements that torch gives to one thread whatever the thread count is (its grain is 32768), in whole vectors.
 _SERIAL = 16384
 _VECTOR = 64
+
+_lock, _inside, _switched_off = Lock(), 0, False
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -108,16 +111,24 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 @contextmanager
 def _whole_products() -> Iterator[None]:
-    """Within, oneDNN multiplies nothing where it may multiply FP32 in fewer bits."""
-    lowered = torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee")  # pyright: ignore
-    if not lowered or not torch._C._get_mkldnn_enabled():  # pyright: ignore
+    """Within, oneDNN multiplies nothing where it may multiply FP32 in fewer bits. Its switch is the process's: the
+    first thread that comes turns it off, the last one that leaves on again; who turns it at that time does so in vain.
+    """
+    if torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee"):  # pyright: ignore
         yield
         return
-    torch._C._set_mkldnn_enabled(False)  # pyright: ignore
+    global _switched_off, _inside
+    with _lock:
+        if _inside == 0 and (_switched_off := torch._C._get_mkldnn_enabled()):  # pyright: ignore
+            torch._C._set_mkldnn_enabled(False)  # pyright: ignore
+        _inside += 1
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(True)  # pyright: ignore
+        with _lock:
+            _inside -= 1
+            if _inside == 0 and _switched_off:
+                torch._C._set_mkldnn_enabled(True)  # pyright: ignore
 
 
 def _fold(terms: Tensor, dim: int) -> Tensor:

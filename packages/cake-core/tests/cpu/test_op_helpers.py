@@ -217,6 +217,13 @@ for threads in (1, 2, 3):
     torch.set_num_threads(threads)
     assert torch.equal(cpu_math.products(a, b), want), threads
     assert torch._C._get_mkldnn_enabled()
+one, other = cpu_math._whole_products(), cpu_math._whole_products()  # of two Python threads
+one.__enter__()
+other.__enter__()
+one.__exit__(None, None, None)
+assert torch.equal(torch.bmm(a, b), want)
+other.__exit__(None, None, None)
+assert torch._C._get_mkldnn_enabled()
 """
     path = tmp_path / "operands.pt"
     torch.save((a, b, want), path)

@@ -47,7 +47,7 @@ def test_other_scores_are_exact_without_roundings(options: dict[str, Any]) -> No
 CASES: dict[str, tuple[Any, tuple[int, int], dict[str, Any], str]] = {
     "a document": ((1000,), (2, 1), {}, ""),
     "a window": (((128, 4096),), (1, 1), {}, ""),
-    "weights of 2^-17": (((8, 100_000),), (1, 1), {}, ""),
+    "weights of 2^-17": (((32, 150_000),), (1, 1), {}, ""),
     "groups of 3": ((600, 700), (3, 1), {}, ""),
     "edges": (shapes.PACKS["edges"], (1, 1), {}, "some"),
     "short documents": (shapes.PACKS["40-short"], (2, 1), {}, "some"),

@@ -319,6 +319,17 @@ def test_rows_that_nobody_adds_to_keep_their_bits(kernels: Kernels) -> None:
         assert_same_bits(got[:5], start[:5] + 1.0, "rows of window rows")
 
 
+def test_window_rows_of_no_segment_add_nothing(kernels: Kernels) -> None:
+    """Offsets that begin late are the caller's fault; what nobody wrote is not added even so."""
+    step = add_step(((70, 70),), [*range(70)])
+    late = torch.tensor([5, 70], dtype=torch.int32)
+    step = replace(step, cu_q=late, cu_k=late)
+    windows = torch.randn(2, 70, 1, WIDTH, generator=torch.Generator().manual_seed(5))
+    windows[:, :5] = torch.nan
+    for got, want, of in zip(added(kernels, step, windows, 1), in_turn(step, windows), "kv", strict=True):
+        assert_same_bits(got, want, f"d{of}")
+
+
 def test_the_add_form_is_the_definition(kernels: Kernels) -> None:
     step = make_step(((40, 60), 30), (2, 1), form="add")
     out, lse = kernels.forward(step)

@@ -47,7 +47,7 @@ VERIFY: Mapping[str, Mapping[str, Any]] = {
     "qwen3next-tp8-ragged": {"lengths": ((1, 300), (40, 570), (0, 0), (31, 400), (5, 0)), "heads": (2, 1)},
     "qwen35-27b-tp8-window-of-a-rank": {"lengths": ((65, 600), (0, 7), (30, 520)), "heads": (3, 1), "form": "window"},
     "qwen35-9b-tp4-rows-of-a-buffer": {"lengths": ((70, 640),), "heads": (4, 1), "form": "add"},
-    "one-head-each-fused-projection": {"lengths": (520,), "heads": (2, 2), "view": "columns"},
+    "one-head-each-fused-projection": {"lengths": ((60, 520), (20, 300)), "heads": (2, 2), "view": "columns"},
     "other-scale": {"lengths": ((64, 600), (20, 300)), "heads": (2, 1), "scale": 0.07},
 }
 """Segments whose rows see many keys: where few are seen dq and dk have other budgets."""

@@ -239,7 +239,7 @@ __device__ __forceinline__ void finish_differences(Shared& shared, const Walk& w
   } else {
     differentiate<true>(dp, probabilities, dots, walk.from() + me.row - me.column);
   }
-  ptx::fence_proxy_async();
+  ptx::fence_proxy_async();  // as in finish_scores, of dout . out
   ptx::mbarrier_arrive(&shared.dout_empty[at.stage]);
 }
 
