@@ -67,7 +67,7 @@ def _absences(docs: list[dict[str, Any]], op: str) -> list[str]:
     to another one, which need not have had the same peers: those of its peers that no process timed there are named."""
     rows = [[(label(row), row["shape"]) for row in each["rows"] if row["op"] == op] for each in docs]
     timed = {found for each in rows for found in each}
-    shapes = [*dict.fromkeys(shape for each in rows for _, shape in each)]
+    shapes = {shape for _, shape in timed}
     missing: dict[tuple[str, str], dict[str, None]] = {}  # (who, reason): shapes, "" being all
     for each, own in zip(docs, rows, strict=True):
         impls = [*dict.fromkeys(impl for impl, _ in own)]

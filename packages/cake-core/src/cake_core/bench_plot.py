@@ -104,11 +104,10 @@ def _draw(
     ceilings: Mapping[str, float | None],
 ) -> None:
     metric = _metric(panel)
-    factor, unit = 1.0, "ms (less is better)"
+    factor, unit, longest = 1.0, "ms (less is better)", max(row[metric] for row in panel)
     if metric != "median_ms":
-        factor, unit = rate_unit(metric, max(row[metric] for row in panel))
+        factor, unit = rate_unit(metric, longest)
         unit += " (more is better)"
-    longest = max(row[metric] for row in panel) * factor
     top = 0.0
     ticks: list[float] = []
     names: list[str] = []
@@ -125,7 +124,7 @@ def _draw(
             axis.barh(
                 top, value, height=_BAR_INCHES * 0.9, color=colors[_label(row)], xerr=spread, error_kw={"lw": 0.8}
             )
-            inside = value > _LONG * longest
+            inside = value > _LONG * longest * factor
             place: Any = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "size": 7}
             color = "white" if inside and colors[_label(row)] in _DARK else "black"
             axis.annotate(f"{value:.3g}", (0 if inside else high, top), color=color, **place)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from .errors import message
@@ -81,16 +81,17 @@ def comparisons(doc: Mapping[str, Any]) -> list[Comparison]:
 
 def geomeans(found: Iterable[Comparison]) -> dict[tuple[str, str, str], float]:
     """(op, pass, peer's label) -> geometric mean of our speed over that peer's, over the shapes both were timed at."""
-    return {key: math.exp(sum(values) / len(values)) for key, values in _logarithms(found).items()}
+    return {key: geometric_mean(speeds) for key, speeds in _speeds(found).items()}
 
 
-def _logarithms(found: Iterable[Comparison]) -> dict[tuple[str, str, str], list[float]]:
-    logs: dict[tuple[str, str, str], list[float]] = {}
+def _speeds(found: Iterable[Comparison]) -> dict[tuple[str, str, str], list[float]]:
+    """As ``geomeans``, every shape's."""
+    speeds: dict[tuple[str, str, str], list[float]] = {}
     for one in found:
         if one.ours is not None:
             for row in one.peers:
-                logs.setdefault((one.op, one.pass_, label(row)), []).append(math.log(one.speed(row)))
-    return logs
+                speeds.setdefault((one.op, one.pass_, label(row)), []).append(one.speed(row))
+    return speeds
 
 
 def label(row: Row) -> str:
@@ -176,9 +177,9 @@ def means_line(docs: Sequence[Mapping[str, Any]], op: str) -> str:
     """Our speed over each peer's, in every pass that was timed, as a sentence; empty without peers. In brackets at how
     many shapes."""
     means: dict[str, list[str]] = {}
-    for (of, pass_, peer), logs in _logarithms(one for doc in docs for one in comparisons(doc)).items():
+    for (of, pass_, peer), speeds in _speeds(one for doc in docs for one in comparisons(doc)).items():
         if of == op:
-            means.setdefault(peer, []).append(f"{pass_} {math.exp(sum(logs) / len(logs)):.2f} ({len(logs)})")
+            means.setdefault(peer, []).append(f"{pass_} {geometric_mean(speeds):.2f} ({len(speeds)})")
     peers = "; ".join(f"{peer}: {', '.join(values)}" for peer, values in means.items())
     return f"Our speed over a peer's, geometric mean (of so many shapes). {peers}." if peers else ""
 

@@ -114,13 +114,14 @@ def _whole_products() -> Iterator[None]:
     """Within, oneDNN multiplies nothing where it may multiply FP32 in fewer bits. Its switch is the process's: the
     first thread that comes turns it off, the last one that leaves on again; who turns it at that time does so in vain.
     """
-    if torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee"):  # pyright: ignore
+    if torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee"):  # pyright: ignore[reportAttributeAccessIssue]
         yield
         return
     global _switched_off, _inside
+    bindings: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     with _lock:
-        if _inside == 0 and (_switched_off := torch._C._get_mkldnn_enabled()):  # pyright: ignore
-            torch._C._set_mkldnn_enabled(False)  # pyright: ignore
+        if _inside == 0 and (_switched_off := bindings._get_mkldnn_enabled()):
+            bindings._set_mkldnn_enabled(False)
         _inside += 1
     try:
         yield
@@ -128,7 +129,7 @@ def _whole_products() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if _inside == 0 and _switched_off:
-                torch._C._set_mkldnn_enabled(True)  # pyright: ignore
+                bindings._set_mkldnn_enabled(True)
 
 
 def _fold(terms: Tensor, dim: int) -> Tensor:

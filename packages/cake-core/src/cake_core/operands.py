@@ -23,6 +23,7 @@ from .errors import check_float, message
 from .served import SERVED_DEVICES, one_of
 
 __all__ = [
+    "PLAIN",
     "CPU_DTYPES",
     "CUDA_DTYPES",
     "check_dense",
@@ -48,8 +49,9 @@ __all__ = [
 
 CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 CUDA_DTYPES = (torch.bfloat16, torch.float32)  # of a weight; activations are BF16
-_PLAIN = (Tensor, torch.nn.Parameter)
-_PLAIN_OR_NONE = (*_PLAIN, type(None))
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Classes that see no operator."""
+_PLAIN_OR_NONE = (*PLAIN, type(None))
 _STRIDED = torch.strided
 _SERVED = ("cpu", "cuda", "meta")
 _ORDINARY = frozenset({("cpu", None), ("meta", None), *(("cuda", index) for index in range(128))})
@@ -97,7 +99,7 @@ def ordinary_home(operands: Collection[Any]) -> tuple[str, int | None] | None:
     ):
         return None
     for value in operands:
-        if type(value) not in _PLAIN or value.layout is not _STRIDED or value.is_nested:
+        if type(value) not in PLAIN or value.layout is not _STRIDED or value.is_nested:
             return None
     home = device.backend.home_of(operands)
     return home if home in _ORDINARY else None
@@ -107,7 +109,7 @@ def check_tensors(entry: str, **operands: Any) -> None:
     """Raises: TypeError for an operand that is no tensor, or a distributed one; ValueError for one that is sparse,
     nested or not initialised."""
     for name, value in operands.items():
-        if type(value) not in _PLAIN:
+        if type(value) not in PLAIN:
             _check_subclass(entry, name, value)
         if value.layout is not torch.strided:
             raise ValueError(message(entry, name, f"of layout {value.layout}", "torch.strided"))
@@ -195,7 +197,7 @@ def host_ints(values: Tensor, *, entry: str = "host_ints", name: str = "values")
 
 def is_abstract(value: Tensor) -> bool:
     """Whether ``value`` has a shape but no memory: a meta or a fake tensor."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return value.is_meta
     from torch._subclasses.fake_tensor import FakeTensor
 

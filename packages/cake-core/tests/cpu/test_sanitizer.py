@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cake_core.testing import sanitizer
-from cake_core.testing.sanitizer import TOOLS, findings, sanitized, sanitized_runs, version
+from cake_core.testing.sanitizer import TOOLS, findings, sanitized, sanitized_runs, version, wanted_runs
 
 _STAND_IN = """#!/bin/sh
 echo "$@"
@@ -131,3 +131,11 @@ def test_findings_are_few_and_keep_the_summary() -> None:
         "printed:",
     ]
     assert findings("") == "printed:"
+
+
+@pytest.mark.parametrize("run", ["one", "another"])
+def test_a_session_wants_the_runs_of_its_tests(run: str, request: pytest.FixtureRequest) -> None:
+    """Of this module's tests some have no parameter."""
+    wanted = wanted_runs(request)
+    assert run in wanted
+    assert {*wanted} <= {"one", "another"}

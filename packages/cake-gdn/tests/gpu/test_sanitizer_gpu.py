@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from cake_core import configure, workspace
-from cake_core.testing.sanitizer import TOOLS, Run, Runs, findings, sanitized_runs, version
+from cake_core.testing.sanitizer import TOOLS, Run, Runs, findings, sanitized_runs, version, wanted_runs
 from cake_gdn.testing.steps import make_step
 
 DEVICE = "cuda"
@@ -133,18 +133,12 @@ def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
     torch.cuda.synchronize()
     workspace.release_pool()
     torch.cuda.empty_cache()
-    items = [item for item in request.session.items if item.path == request.path]
-    wanted = [
-        str(item.callspec.params["run"])
-        for item in items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    ]
     # At least the barriers of a CTA (the tail has 11), which are in dynamic shared memory: the compiler's count, the
     # default, may miss them.
     options = ["--num-cuda-barriers", "16"]
     if version() < _FOLLOWS_THE_TAIL:
         options += ["--kernel-name-exclude", "kns=gdn_tail"]
-    with sanitized_runs(_SCRIPTS, "gdn", ahead=wanted, options={"racecheck": tuple(options)}) as runs:
+    with sanitized_runs(_SCRIPTS, "gdn", ahead=wanted_runs(request), options={"racecheck": tuple(options)}) as runs:
         yield runs
 
 

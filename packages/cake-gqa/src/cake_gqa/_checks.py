@@ -14,6 +14,7 @@ from cake_core.errors import message
 from cake_core.operands import (
     CPU_DTYPES,
     CUDA_DTYPES,
+    PLAIN,
     check_dtype,
     check_output,
     check_same_device,
@@ -51,7 +52,6 @@ __all__ = [
 ]
 
 _ALIGN_ELEMENTS, _ALIGN_BYTES = 8, 16
-_PLAIN = (Tensor, torch.nn.Parameter)
 _SCALES = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _RULE = "last stride 1, token and head strides positive multiples of 8 elements, a 16-byte aligned base"
 
@@ -254,7 +254,7 @@ def readable(value: Tensor) -> Tensor:
 
 def _aligned(value: Tensor) -> bool:
     """Whether the base lies on 16 bytes; a tensor without memory of its own is not asked."""
-    if value.is_meta or (type(value) not in _PLAIN and (is_abstract(value) or is_intercepted(value))):
+    if is_abstract(value) or (type(value) not in PLAIN and is_intercepted(value)):
         return True
     address = value.data_ptr()
     return address != 0 and address % _ALIGN_BYTES == 0

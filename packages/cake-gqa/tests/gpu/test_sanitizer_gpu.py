@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from cake_core import configure, workspace
-from cake_core.testing.sanitizer import TOOLS, Run, Runs, findings, sanitized_runs
+from cake_core.testing.sanitizer import TOOLS, Run, Runs, findings, sanitized_runs, wanted_runs
 from cake_gqa.testing.steps import FORMS, make_step
 
 DEVICE = "cuda"
@@ -137,15 +137,9 @@ def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
     torch.cuda.synchronize()
     workspace.release_pool()
     torch.cuda.empty_cache()
-    items = [item for item in request.session.items if item.path == request.path]
-    wanted = [
-        str(item.callspec.params["run"])
-        for item in items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    ]
     # The barriers of a CTA, which are in dynamic shared memory: the compiler's count, the default, may miss them.
     barriers = {"racecheck": ("--num-cuda-barriers", "24")}
-    with sanitized_runs(_SCRIPTS, "gqa", ahead=wanted, options=barriers) as runs:
+    with sanitized_runs(_SCRIPTS, "gqa", ahead=wanted_runs(request), options=barriers) as runs:
         yield runs
 
 

@@ -10,8 +10,12 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
-__all__ = ["TOOLS", "Run", "Runs", "findings", "sanitized", "sanitized_runs", "version"]
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["TOOLS", "Run", "Runs", "findings", "sanitized", "sanitized_runs", "version", "wanted_runs"]
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 Run = subprocess.CompletedProcess[str]
@@ -94,6 +98,12 @@ class Runs(Mapping[str, "Future[Run]"]):
 def _kill(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def wanted_runs(request: pytest.FixtureRequest) -> list[str]:
+    """The parameter ``run`` of the requesting module's tests in this session, of those that have one."""
+    specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    return [str(spec.params["run"]) for spec in specs if spec is not None and "run" in spec.params]
 
 
 @contextmanager
