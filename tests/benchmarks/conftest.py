@@ -1,12 +1,14 @@
-"""What the tests of the scripts share: how a script is loaded."""
+"""What the tests of the scripts share: how a script is loaded and what a run of a benchmark leaves."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from cake_core import bench, config
@@ -28,3 +30,15 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType
 
     yield load
     config.configure()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """``run(module, *arguments)``: the document of one round of a benchmark on the CPU."""
+
+    def document(module: ModuleType, *argv: str) -> dict[str, Any]:
+        path = tmp_path / "run.json"
+        assert module.main(["--device", "cpu", "--rounds", "1", "--json", str(path), *argv]) == 0
+        return json.loads(path.read_text())
+
+    return document

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from cake_core import bench_peers
 
 Script = Callable[..., ModuleType]
+Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
@@ -27,17 +26,12 @@ def conv(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def run(conv: ModuleType, path: Path, *argv: str) -> dict[str, Any]:
-    assert conv.main(["--quick", "--device", "cpu", "--rounds", "1", "--json", str(path), *argv]) == 0
-    return json.loads(path.read_text())
-
-
 def test_the_convolution_and_its_peers_are_checked_and_timed(
-    conv: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    conv: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every shape and pass, the copy beside what runs in a graph, host times, bars, and a peer that is missing."""
     monkeypatch.setitem(sys.modules, "fla", None)
-    doc = run(conv, tmp_path / "run.json", "--fast", "--peers", "torch", "torch conv1d", "fla")
+    doc = run(conv, "--quick", "--fast", "--peers", "torch", "torch conv1d", "fla")
     rows = {(row["pass"], row["shape"], row["impl"], row["variant"]): row for row in doc["rows"]}
     want = set()
     for shape in conv.QUICK:
@@ -67,7 +61,7 @@ def test_the_convolution_and_its_peers_are_checked_and_timed(
         assert line in out
 
 
-def test_a_wrong_convolution_is_not_timed(conv: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_convolution_is_not_timed(conv: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that is 2 % off is left out; ours stops the run."""
     peers, operands = sys.modules["conv_peers"], sys.modules["conv_operands"]
 
@@ -76,7 +70,7 @@ def test_a_wrong_convolution_is_not_timed(conv: ModuleType, tmp_path: Path, monk
 
     monkeypatch.setattr(conv, "PEERS", {"torch": off})
     one = ("--shape", "quick-5-slice", "--pass", "fwd")
-    doc = run(conv, tmp_path / "run.json", *one, "--peers", "torch")
+    doc = run(conv, "--quick", *one, "--peers", "torch")
     assert [row["impl"] for row in doc["rows"]] == ["cake"]
     assert doc["absent"][0]["reason"].startswith("AssertionError: y: relative RMS error")
     forward = operands.api.causal_conv1d_fwd

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from cake_core import bench_peers
 
 Script = Callable[..., ModuleType]
+Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
@@ -24,11 +23,6 @@ def gdn(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = script("packages/cake-gdn/benchmarks", "bench_gdn", "gdn_accuracy", "gdn_operands", "gdn_peers")
     monkeypatch.setattr(module, "BAR_TOKENS", 0)
     return module
-
-
-def run(gdn: ModuleType, path: Path, *argv: str) -> dict[str, Any]:
-    assert gdn.main(["--quick", "--device", "cpu", "--rounds", "1", "--json", str(path), *argv]) == 0
-    return json.loads(path.read_text())
 
 
 def add_peer(monkeypatch: pytest.MonkeyPatch, gdn: ModuleType, name: str, **off: float) -> None:
@@ -48,14 +42,14 @@ def add_peer(monkeypatch: pytest.MonkeyPatch, gdn: ModuleType, name: str, **off:
 
 
 def test_the_delta_rule_and_its_peers_are_checked_and_timed(
-    gdn: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gdn: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every pass by what the forward keeps; peers beside the full and the checkpointed one; a peer that is missing; the
     same bytes and products for all, tapes counted for nobody."""
     monkeypatch.setitem(sys.modules, "flash_qla", None)
     add_peer(monkeypatch, gdn, "fla")
     monkeypatch.setattr(gdn, "BARS", ("quick-3",))
-    doc = run(gdn, tmp_path / "run.json", "--shape", "quick-3", "--fast")
+    doc = run(gdn, "--quick", "--shape", "quick-3", "--fast")
     rows = {(row["pass"], row["shape"], row["impl"], row["variant"]): row for row in doc["rows"]}
     want = set()
     for end in ("", "-light", "-checkpoint"):
@@ -82,11 +76,11 @@ def test_the_delta_rule_and_its_peers_are_checked_and_timed(
 
 
 def test_errors_by_regime_lie_beside_the_rows(
-    gdn: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gdn: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each regime and tensor once with and once without the norm; a peer that is 1 % off loses to ours, NaN is null."""
     add_peer(monkeypatch, gdn, "fla", dg=1.01, dbeta=float("nan"))
-    doc = run(gdn, tmp_path / "run.json", "--rows", "none", "--accuracy", "--peers", "fla")
+    doc = run(gdn, "--quick", "--rows", "none", "--accuracy", "--peers", "fla")
     assert doc["rows"] == doc["absent"] == []
     found = {(one["impl"], one["params"]["norm"], one["gates"], one["tensor"]): one for one in doc["accuracy"]}
     operands = sys.modules["gdn_operands"]
@@ -113,11 +107,11 @@ def test_errors_by_regime_lie_beside_the_rows(
     assert "bar every error <= 1.0 x fla: pass, 84 of 84" in out
 
 
-def test_a_wrong_delta_rule_is_not_timed(gdn: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_delta_rule_is_not_timed(gdn: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that is 2 % off is left out; ours stops the run, also with a gate gradient at a document's first token."""
     add_peer(monkeypatch, gdn, "fla", dk=1.02)
     one = ("--shape", "quick-3", "--pass", "bwd", "--save", "full")
-    doc = run(gdn, tmp_path / "run.json", *one, "--peers", "fla")
+    doc = run(gdn, "--quick", *one, "--peers", "fla")
     assert [row["impl"] for row in doc["rows"]] == ["cake"]
     assert doc["absent"][0]["reason"].startswith("AssertionError: dk: relative RMS error")
     api = sys.modules["gdn_operands"].Step

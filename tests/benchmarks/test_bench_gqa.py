@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 Script = Callable[..., ModuleType]
+Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
@@ -21,11 +20,6 @@ def gqa(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = script("packages/cake-gqa/benchmarks", "bench_gqa", "gqa_operands", "gqa_peers")
     monkeypatch.setattr(module, "BAR_TOKENS", 0)
     return module
-
-
-def run(gqa: ModuleType, path: Path, *argv: str) -> dict[str, Any]:
-    assert gqa.main(["--quick", "--device", "cpu", "--rounds", "1", "--json", str(path), *argv]) == 0
-    return json.loads(path.read_text())
 
 
 def add_peer(monkeypatch: pytest.MonkeyPatch, gqa: ModuleType, name: str, scale: float = 1.0) -> None:
@@ -44,13 +38,13 @@ def add_peer(monkeypatch: pytest.MonkeyPatch, gqa: ModuleType, name: str, scale:
 
 
 def test_attention_and_its_peers_are_checked_and_timed(
-    gqa: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gqa: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both forms in every pass, a peer beside ours, peers that are missing or cannot run here; the same products and
     bytes for all."""
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     add_peer(monkeypatch, gqa, "torch-varlen")
-    doc = run(gqa, tmp_path / "run.json", "--fast")
+    doc = run(gqa, "--quick", "--fast")
     rows = {(row["pass"], row["shape"], row["impl"], row["variant"]): row for row in doc["rows"]}
     assert set(rows) == {
         (pass_, shape, impl, variant)
@@ -79,11 +73,11 @@ def test_attention_and_its_peers_are_checked_and_timed(
         assert line in out
 
 
-def test_a_wrong_attention_is_not_timed(gqa: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_attention_is_not_timed(gqa: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that is 2 % off is left out; ours stops the run."""
     add_peer(monkeypatch, gqa, "torch-varlen", 1.02)
     one = ("--shape", "quick-windows", "--pass", "bwd", "--peers", "torch-varlen")
-    doc = run(gqa, tmp_path / "run.json", *one)
+    doc = run(gqa, "--quick", *one)
     assert [row["impl"] for row in doc["rows"]] == ["cake"]
     assert "relative RMS error" in doc["absent"][0]["reason"]
     api = sys.modules["gqa_operands"].Step

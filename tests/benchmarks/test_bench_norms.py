@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 Script = Callable[..., ModuleType]
+Run = Callable[..., dict[str, Any]]
 FOLDER, MODULES = "packages/cake-norms/benchmarks", ("bench_norms", "norm_operands", "norm_peers")
 TINY: dict[str, dict[str, dict[str, Any]]] = {
     "rmsnorm": {"plain": {"rows": 40, "hidden_size": 64}, "short": {"rows": 3, "hidden_size": 64}},
@@ -34,16 +33,11 @@ def norms(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def run(norms: ModuleType, path: Path, *argv: str) -> dict[str, Any]:
-    assert norms.main(["--device", "cpu", "--rounds", "1", "--json", str(path), *argv]) == 0
-    return json.loads(path.read_text())
-
-
 def test_ours_and_a_peer_are_checked_and_timed_at_every_shape(
-    norms: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    norms: ModuleType, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Peers at their shapes, the copy where a graph is used, bars and means at the end."""
-    doc = run(norms, tmp_path / "run.json", "--peers", "torch")
+    doc = run(norms, "--peers", "torch")
     rows = {(row["op"], row["pass"], row["shape"], row["impl"]): row for row in doc["rows"]}
     passes = ("fwd", "bwd", "step")
     want = {
@@ -65,31 +59,29 @@ def test_ours_and_a_peer_are_checked_and_timed_at_every_shape(
     assert "bar rmsnorm bwd >= 0.98 x best peer:" in out
 
 
-def test_options_narrow_the_run(norms: ModuleType, tmp_path: Path) -> None:
-    doc = run(
-        norms, tmp_path / "run.json", "--op", "gated_rmsnorm", "--pass", "bwd", "--shape", "slice", "--peers", "--fast"
-    )
+def test_options_narrow_the_run(norms: ModuleType, run: Run) -> None:
+    doc = run(norms, "--op", "gated_rmsnorm", "--pass", "bwd", "--shape", "slice", "--peers", "--fast")
     assert [(row["pass"], row["shape"], row["variant"]) for row in doc["rows"]] == [
         ("bwd", "slice", "det"),
         ("bwd", "slice", "fast"),
     ]
-    doc = run(norms, tmp_path / "run.json", "--rows", "graphed", "--op", "rmsnorm", "--pass", "fwd")
+    doc = run(norms, "--rows", "graphed", "--op", "rmsnorm", "--pass", "fwd")
     assert [row["impl"] for row in doc["rows"]] == ["cake", "copy"]
 
 
 def test_a_peer_that_is_missing_is_named_once(
-    norms: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    norms: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two shapes ask for it; its absence is in the document and on the screen."""
     monkeypatch.setitem(sys.modules, "fla", None)
-    doc = run(norms, tmp_path / "run.json", "--op", "gated_rmsnorm", "--pass", "fwd", "--peers", "fla")
+    doc = run(norms, "--op", "gated_rmsnorm", "--pass", "fwd", "--peers", "fla")
     (absent,) = doc["absent"]
     assert (absent["impl"], absent["op"]) == ("fla", "gated_rmsnorm")
     assert absent["reason"].startswith("ModuleNotFoundError")
     assert "absent: fla gated_rmsnorm: ModuleNotFoundError" in capsys.readouterr().out
 
 
-def test_a_wrong_peer_is_not_timed(norms: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_peer_is_not_timed(norms: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two per cent off is wrong, and so is another dtype."""
     peers = sys.modules["norm_peers"]
 
@@ -103,7 +95,7 @@ def test_a_wrong_peer_is_not_timed(norms: ModuleType, tmp_path: Path, monkeypatc
         return peers.Peer("1", {"fwd": forward, "bwd": backward})
 
     monkeypatch.setattr(norms, "PEERS", {"rmsnorm": {"torch": off}, "gated_rmsnorm": {}})
-    doc = run(norms, tmp_path / "run.json", "--op", "rmsnorm", "--shape", "plain", "--peers", "torch")
+    doc = run(norms, "--op", "rmsnorm", "--shape", "plain", "--peers", "torch")
     assert {row["impl"] for row in doc["rows"]} == {"cake"}
     scale, dtype = (absent["reason"] for absent in doc["absent"])
     assert scale.startswith("AssertionError: y: relative RMS error")
@@ -120,8 +112,8 @@ def test_a_wrong_result_of_ours_stops_the_run(norms: ModuleType, monkeypatch: py
         norms.main(["--device", "cpu", "--op", "rmsnorm", "--pass", "fwd", "--peers", "--shape", "plain"])
 
 
-def test_what_the_budget_of_seconds_leaves_out_is_named(norms: ModuleType, tmp_path: Path) -> None:
-    doc = run(norms, tmp_path / "run.json", "--op", "rmsnorm", "--budget", "0")
+def test_what_the_budget_of_seconds_leaves_out_is_named(norms: ModuleType, run: Run) -> None:
+    doc = run(norms, "--op", "rmsnorm", "--budget", "0")
     assert doc["rows"] == []
     assert [absent["shape"] for absent in doc["absent"]] == ["plain", "short"]
 

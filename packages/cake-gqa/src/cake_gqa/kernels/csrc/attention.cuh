@@ -25,12 +25,9 @@ inline constexpr int kMathThreads = 2 * kWarpgroup, kThreads = 3 * kWarpgroup;
 // warp that arrives as one behind a __syncwarp), of one for a warp where products alone have read.
 inline constexpr int kMathWarps = kMathThreads / 32;
 inline constexpr int kMathBarrier = 1, kGroupBarrier = 2;  // named; the second + number of the warpgroup
-inline constexpr float kLog2E = 1.4426950408889634f;
 
 constexpr int panel_bytes(int rows) { return rows * kTileRowBytes; }
 constexpr int tile_bytes(int rows) { return kPanels * panel_bytes(rows); }
-
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 // The value of lane 0, which ptxas then knows to be one for the warp: it serializes products in branches that it thinks
 // diverge.

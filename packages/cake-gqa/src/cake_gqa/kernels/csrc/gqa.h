@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace cake::gqa {
 
@@ -13,6 +14,7 @@ inline constexpr int kHeadDim = 256;
 inline constexpr int kQueryTile = 128;  // query rows of a CTA that makes out or dQ
 inline constexpr int kKeyTile = 64;     // keys of a CTA that makes dK and dV
 inline constexpr int kStatsTile = 64;   // query rows that this CTA reads at a time
+inline constexpr float kLog2E = 1.4426950408889634f, kInfinity = std::numeric_limits<float>::infinity();
 
 // [rows][heads][256] BF16, the last dimension dense.
 struct HeadRows {

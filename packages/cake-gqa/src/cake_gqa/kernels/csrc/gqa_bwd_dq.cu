@@ -187,7 +187,7 @@ __device__ __forceinline__ void walk_keys(const Params& p, Shared& shared, int w
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       const bool there = row + 8 * below < rows;
-      walk.lse_log2[below] = there ? p.p.stats[of_tile + 8 * below] : -minus_infinity();
+      walk.lse_log2[below] = there ? p.p.stats[of_tile + 8 * below] : kInfinity;
       walk.dots[below] = there ? p.p.stats[p.heads * stats + of_tile + 8 * below] : 0.f;
     }
     {

@@ -5,7 +5,6 @@
 //
 // A row that sees no key has lse = -inf; it gets 0, so that nothing of it is NaN: all its pairs are masked.
 #include <cstdint>
-#include <limits>
 
 #include "cake/v1/launch.h"
 #include "cake/v1/reduce.cuh"
@@ -18,8 +17,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kAtOnce = 4;  // rows of a warp
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 __device__ __forceinline__ uint4 load_row(const HeadRows& rows, int64_t token, int head, int lane) {
   const char* row = static_cast<const char*>(rows.data) + token * rows.token_bytes + head * rows.head_bytes;

@@ -94,13 +94,13 @@ __device__ __forceinline__ void exponentiate(float (&s)[kKeys / 2], Rows& rows, 
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         float& score = s[4 * i + 2 * below + j];
-        if constexpr (kMasked) score = 8 * i + j <= limit + 8 * below ? score : minus_infinity();
+        if constexpr (kMasked) score = 8 * i + j <= limit + 8 * below ? score : -kInfinity;
         high = fmaxf(high, score);
       }
     }
     high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
     high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
-    const float used = high == minus_infinity() ? 0.f : high, base = __fmul_rn(used, scale_log2);
+    const float used = high == -kInfinity ? 0.f : high, base = __fmul_rn(used, scale_log2);
     rows.alpha[below] = ptx::ex2_approx_ftz(__fmul_rn(__fsub_rn(rows.m[below], used), scale_log2));
     rows.m[below] = high;
     float sums[2] = {0.f, 0.f};
@@ -191,7 +191,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warp
     float* const lse = p.p.lse + static_cast<int64_t>(tile.head) * p.p.segments.rows_q + token;
     if (blocks == 0) {
       store_zeros(out, p.row_bytes, rows, 2 * kHeadDim, thread, kWarpgroup);
-      if (thread < rows) lse[thread] = minus_infinity();
+      if (thread < rows) lse[thread] = -kInfinity;
       ptx::mbarrier_arrive(&shared.tile_empty[at.stage]);
       continue;
     }
@@ -211,7 +211,7 @@ __device__ __forceinline__ void attend(const Params& p, Shared& shared, int warp
       multiply_rows<kQueryTile, kKeys>(s, q, shared.k[first.stage]);
       ptx::wgmma_commit();
       clear(walk.o);
-      walk.rows = {{minus_infinity(), minus_infinity()}, {0.f, 0.f}, {}};
+      walk.rows = {{-kInfinity, -kInfinity}, {0.f, 0.f}, {}};
       ptx::wgmma_wait<0>();
       ptx::settle(s);
       if (lane == 0) ptx::mbarrier_arrive(&shared.k_empty[first.stage]);
