@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cake_core.testing.gates import assert_same_bits
-from cake_gqa import backends, custom_ops, varlen_gqa_attention, varlen_gqa_attention_bwd, varlen_gqa_attention_fwd
+from cake_gqa import backends, custom_ops, varlen_gqa_attention, varlen_gqa_attention_bwd
 from cake_gqa.testing import steps
 from torch import Tensor
 
@@ -15,12 +15,7 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def operands(dtype: torch.dtype = F32) -> dict[str, Any]:
-    step = steps.make_step(((3, 5), (4, 2)), (4, 2), dtype=str(dtype).removeprefix("torch."))
-    out, lse = varlen_gqa_attention_fwd(step.q, step.k, step.v, step.cu_q, step.cu_k)
-    return {
-        "q": step.q, "k": step.k, "v": step.v, "out": out, "lse": lse, "dout": step.dout, "cu_seqlens_q": step.cu_q,
-        "cu_seqlens_k": step.cu_k,
-    }  # fmt: skip
+    return steps.make_step(((3, 5), (4, 2)), (4, 2), dtype=str(dtype).removeprefix("torch.")).passed()
 
 
 class NoGradient(torch.autograd.Function):

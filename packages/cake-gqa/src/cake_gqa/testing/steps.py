@@ -91,6 +91,11 @@ class Step:
         )
         return {name: g for name, g in zip(names(self.form)[2:], grads, strict=True) if g is not None}
 
+    def passed(self) -> dict[str, Tensor]:
+        """What the functional backward is given, by its names; out and lse are the forward's."""
+        own = {"dout": self.dout, "cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k}
+        return {"q": self.q, "k": self.k, "v": self.v, **self.forward(), **own}
+
     def destinations(self) -> dict[str, Any]:
         """Arguments of the functional backward that choose the form; destinations are copies of ``start``."""
         if self.form == "plain":
