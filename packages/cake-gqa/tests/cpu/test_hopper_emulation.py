@@ -93,7 +93,7 @@ def test_statistics(kernels: Kernels) -> None:
         first, count = (rows.start + 64 * n) // 64 * 64, rows.stop - rows.start
         end = first + count
         own[first:end] = True
-        log2 = torch.where(lse[:, rows] == -torch.inf, 0.0, lse[:, rows] * 1.4426950408889634 - 12.0)
+        log2 = torch.where(lse[:, rows] == -torch.inf, 0.0, lse[:, rows] * 1.4426950408889634 - 8.0)
         torch.testing.assert_close(stats[0, :, first:end], log2, rtol=2e-7, atol=0.0)
         torch.testing.assert_close(stats[1, :, first:end], dots[:, rows].float(), rtol=1e-5, atol=1e-5)
     assert stats[0, :, ~own].eq(torch.inf).all()

@@ -5,13 +5,13 @@ The forward goes over blocks of 80 keys from the last to the first with a runnin
     m' = max(m, max_j S_ij)      a = 2^(c (m - m'))      P~ = 2^(c (S - m'))      c = s log2(e)
     l = a l + sum_j P~           O = a O + bf16(P~) v    out = O / l              lse = s m + ln l
 
-The backward normalises at once and has P 2^12 as large, P = 2^(c S - (lse log2(e) - 12)); D is of ``out`` as it was
+The backward normalises at once and has P 2^8 as large, P = 2^(c S - (lse log2(e) - 8)); D is of ``out`` as it was
 stored:
 
-    D_i = dout_i . out_i                                    dV = 2^-12 bf16(P)^T dout
-    dS = P (dP - D)      dQ = 2^-12 s bf16(dS) K            dS' = fp16(P) (dP - D)      dK = 2^-12 s bf16(dS')^T Q
+    D_i = dout_i . out_i                                    dV = 2^-8 bf16(P)^T dout
+    dS = P (dP - D)      dQ = 2^-8 s bf16(dS) K            dS' = fp16(P) (dP - D)      dK = 2^-8 s bf16(dS')^T Q
 
-fp16(P) is what one warpgroup of the dK / dV kernel hands to the other, 2^12 since numbers of FP16 have all their bits
+fp16(P) is what one warpgroup of the dK / dV kernel hands to the other, 2^8 since numbers of FP16 have all their bits
 from 2^-14 on. Everything else is FP32; in which order a
 product is summed is not emulated. Masked numbers are selected away and never multiplied.
 """
@@ -33,7 +33,7 @@ __all__ = ["EXACT", "HOPPER", "KEYS", "POINTS", "Rounding", "emulate"]
 KEYS = 80
 """Keys of a block of the forward."""
 _LOG2_E = math.log2(math.e)
-_LIFT = 12
+_LIFT = 8
 
 POINTS = {
     "P~": torch.bfloat16,

@@ -43,9 +43,9 @@ struct Segments {
 };
 
 // A backward computes 2^kLift P and scales its sums back, which rounds nothing. P is about one over the number of keys,
-// and crosses between warpgroups in FP16, whose numbers below 2^-14 have fewer bits: 2^-26 of P. The largest P is 16,
-// one of an lse that is 2.77 too small.
-inline constexpr int kLift = 12;
+// and crosses between warpgroups in FP16, whose numbers below 2^-14 have fewer bits: 2^-22 of P. The largest P is 256,
+// one of an lse that is 5.5 too small.
+inline constexpr int kLift = 8;
 inline constexpr float kLower = 1.f / (1 << kLift);
 
 // Statistics of the backward, FP32 [2][H_q][R]: lse in base 2 less kLift, then dout . out. Segment n has the rows from

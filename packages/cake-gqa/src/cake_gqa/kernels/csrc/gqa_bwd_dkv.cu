@@ -10,8 +10,9 @@
 //   1:  dP^T = v dout^T, dS^T                  dK += bf16(dS^T) q
 //
 // Each issues the second product of a tile before the first one of the next: the stage that it reads is given back in
-// the middle of a step, and what comes there two tiles on has the time to come. While one warpgroup has no product on
-// its way, the other one has. P^T goes from 0 to 1 in FP16 (three bits more than BF16), in the order of the
+// the middle of a step, and what comes there two tiles on has the time to come. The warpgroups take turns: 1 issues its
+// two products of a tile behind 0's, and 0 those of the next tile behind 1's. So one of them has products on its way
+// while the other one works on numbers. P^T goes from 0 to 1 in FP16 (three bits more than BF16), in the order of the
 // registers, in which both hold the same elements.
 //
 //   shared memory, bytes                       barriers (arrivals)
@@ -38,6 +39,7 @@ constexpr int kQueries = kStatsTile;  // of a tile
 constexpr int kStages = 2;
 constexpr int kMathRegisters = 232, kFetchRegisters = 40;  // of a thread; 504 of three warpgroups
 constexpr int kStatsBytes = kQueries * 4;
+constexpr int kTurnBarrier = 4;  // named; + number of the warpgroup whose turn it is
 
 struct Params {
   KeyGradients p;
@@ -121,7 +123,7 @@ __device__ __forceinline__ void wait_full(uint64_t (&full)[kStages], int number)
 }
 
 // By both warpgroups, before they use a tile whose last queries belong to another segment: zeros, since dV and dK sum
-// over the queries.
+// over the queries. Both wait here for each other, so in nobody's turn.
 __device__ __forceinline__ void clear_queries(Shared& shared, const Walk& walk, int math_thread) {
   const int left = walk.rows_q - walk.i * kQueries;
   if (left >= kQueries) return;
@@ -268,10 +270,13 @@ struct Gradient {
     return kOf == 0 ? shared.dout_empty[stage] : shared.q_empty[stage];
   }
 
+  // Products are issued between these two. Nobody's numbers depend on whose turn it is.
+  __device__ __forceinline__ void take_turn() const { ptx::bar_sync(kTurnBarrier + kOf, kMathThreads); }
+  __device__ __forceinline__ void pass_turn() const { ptx::bar_arrive(kTurnBarrier + 1 - kOf, kMathThreads); }
+
   // The first product of a tile.
-  __device__ __forceinline__ void score(float (&s)[kQueries / 2], const Walk& walk, int thread) const {
+  __device__ __forceinline__ void score(float (&s)[kQueries / 2], const Walk& walk) const {
     wait_full(scored_full(), walk.number);
-    clear_queries(shared, walk, thread + kOf * kWarpgroup);
     ptx::wgmma_fence();
     multiply_rows<kKeyTile, kQueries>(s, own(), scored(Turn<kStages>(walk.number).stage));
     ptx::wgmma_commit();
@@ -306,6 +311,7 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
   const float scale_log2 = __fmul_rn(p.p.scale, kLog2E);
   const float by = kOf == 0 ? kLower : __fmul_rn(p.p.scale, kLower);
   void* const to = kOf == 0 ? p.p.dv : p.p.dk;
+  if (kOf == 1) my.pass_turn();
   Walk walk;
   float sums[2][64];
   uint32_t a[kQueries / 16][4];  // P^T or dS^T of the tile before
@@ -314,7 +320,7 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
     const Turn<2> at(turn);
     ptx::mbarrier_wait(&shared.tile_full[at.stage], at.parity);
     const KeyTile& tile = shared.tiles[at.stage];  // read where it is needed: registers are short
-    if (uniform(tile.keys) == 0) return;
+    if (uniform(tile.keys) == 0) break;
     walk.begin(tile);
     const int count = walk.first < walk.tiles ? (walk.tiles - walk.first) * p.group : 0;
     if (count == 0) {
@@ -326,7 +332,10 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
     ++loaded;
     {
       float s[kQueries / 2];
-      my.score(s, walk, me.thread);
+      clear_queries(shared, walk, me.thread + kOf * kWarpgroup);
+      my.take_turn();
+      my.score(s, walk);
+      my.pass_turn();
       clear(sums);
       ptx::wgmma_wait<0>();
       ptx::settle(s);
@@ -336,8 +345,11 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
     }
     for (int left = count - 1; left > 0; --left) {
       float s[kQueries / 2];
+      clear_queries(shared, walk, me.thread + kOf * kWarpgroup);
+      my.take_turn();
       my.sum(sums, a, walk.number - 1);
-      my.score(s, walk, me.thread);
+      my.score(s, walk);
+      my.pass_turn();
       my.template end_sum<1>(sums, walk.number - 1, me.lane);
       ptx::wgmma_wait<0>();
       ptx::settle(s);
@@ -345,7 +357,9 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
       operands(s, a);
       walk.next();
     }
+    my.take_turn();
     my.sum(sums, a, walk.number - 1);
+    my.pass_turn();
     my.template end_sum<0>(sums, walk.number - 1, me.lane);
 
     ptx::bar_sync(kGroupBarrier + kOf, kWarpgroup);  // nobody reads its own tile any more
@@ -354,6 +368,7 @@ __device__ __forceinline__ void make_gradient(const Params& p, Shared& shared) {
     ptx::mbarrier_arrive(my.own_empty());
     ptx::mbarrier_arrive(&shared.tile_empty[at.stage]);
   }
+  if (kOf == 0) my.take_turn();  // the last one that was passed
 }
 
 __global__ __launch_bounds__(kThreads, 1) void gqa_bwd_dkv(const __grid_constant__ Params p) {
