@@ -51,9 +51,7 @@ CANCELLING = {
 }  # fmt: skip
 """Of dq and dk, in every form."""
 
-FEW = Budget(
-    5e-7, 2.45e-7, "H200; q of standard deviation 2 to 30, a scale of 1, segments of 1 to 3 keys, 2026-12-01"
-)
+FEW = Budget(5e-7, 2.45e-7, "H200; q of standard deviation 2 to 30, a scale of 1, segments of 1 to 3 keys, 2026-12-01")
 """Of lse where few keys have the weight of a row: it is then as large as its scores, and tensor cores cut off what FP32
 additions round. A standard deviation of 2 gives 1.13e-7, 4 gives 1.99e-7."""
 
