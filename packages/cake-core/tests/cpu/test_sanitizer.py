@@ -7,8 +7,20 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from cake_core.testing import sanitizer
-from cake_core.testing.sanitizer import TOOLS, findings, sanitized, sanitized_runs, version, wanted_runs
+from cake_core.testing.sanitizer import (
+    TOOLS,
+    assert_clean,
+    assert_found,
+    case_scripts,
+    edge,
+    findings,
+    sanitized,
+    sanitized_runs,
+    version,
+    wanted_runs,
+)
 
 _STAND_IN = """#!/bin/sh
 echo "$@"
@@ -61,6 +73,66 @@ def test_a_run_starts_ahead_or_when_it_is_asked_for(tool: Path, worker: bool, mo
         assert "--num-cuda-barriers 8" in runs["second"].result().stdout
         assert "--racecheck-report hazard" in runs.again("second", "--racecheck-report", "hazard").stdout
     assert sorted(ran.read_text().split()) == sorted([*([] if worker else ["first"]), "second", "second"])
+
+
+def test_a_script_a_tool_and_case() -> None:
+    scripts = case_scripts("a\nCASE", {"one": "1"}, "2", "b\nFAULT", {"memcheck": "fault()"})
+    assert {name: code for name, (_, code) in scripts.items()} == {
+        **{f"{tool}: one": "a\n1" for tool in TOOLS},
+        **{f"{tool}: malformed offsets": "a\n2" for tool in ("memcheck", "initcheck")},
+        "planted memcheck": "b\nfault()",
+    }
+    assert all(name.removeprefix("planted ").startswith(tool) for name, (tool, _) in scripts.items())
+
+
+_READ = "Invalid __global__ read"
+_REPORTS = """#!/bin/sh
+for last; do :; done
+case "$*" in *--racecheck-report*) echo "========= Potential WAR hazard" ;; esac
+case $last in *version*) echo "Version 2026.4.0" ;; *done*) echo done ;; esac
+case $last in *fault*)
+  echo "========= Invalid __global__ read"
+  echo "=========     at conv1d_fwd"
+  exit 9 ;;
+esac
+"""
+
+
+def test_a_run_is_clean_if_it_came_to_its_end_and_nothing_was_reported(tool: Path) -> None:
+    """A race is told hazard by hazard; a tool that finds nothing since nothing ran is no proof."""
+    tool.write_text(_REPORTS)
+    code = {"clean": "done", "cut off": "", "fault": "done fault"}
+    scripts = {f"{tool_}: {name}": (tool_, text) for tool_ in TOOLS for name, text in code.items()}
+    with sanitized_runs(scripts, "conv1d") as runs:
+        for tool_ in TOOLS:
+            assert_clean(runs, f"{tool_}: clean")
+            assert_found(runs, f"{tool_}: fault", _READ, "conv1d_fwd")
+            for name, status in (("cut off", 0), ("fault", 9)):
+                with pytest.raises(
+                    AssertionError, match=f"^{tool_}: {name}: exit status {status}, tool .2026, 4"
+                ) as told:
+                    assert_clean(runs, f"{tool_}: {name}")
+                assert ("Potential WAR hazard" in str(told.value)) is (tool_ == "racecheck")
+            for run, text, kernel in (
+                ("clean", _READ, "conv1d_fwd"),
+                ("fault", "Uninit", "conv1d_fwd"),
+                ("fault", _READ, "bwd"),
+            ):
+                with pytest.raises(AssertionError, match=f"^no '{text}' of {kernel}"):
+                    assert_found(runs, f"{tool_}: {run}", text, kernel)
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (5, 2, 4)], ids=str)
+def test_operands_end_with_their_allocations_and_have_nan_between_rows(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape).bfloat16()
+    got = edge(values.transpose(0, 1).contiguous().transpose(0, 1), 8, "cpu")
+    assert torch.equal(got, values)
+    width = values[0].numel()
+    assert got.stride(0) == width + 8
+    flat = got.as_strided((shape[0], width + 8), (width + 8, 1), 0)
+    assert flat.untyped_storage().nbytes() == flat.nbytes
+    assert bool(flat[:, :8].isnan().all())
+    assert got.storage_offset() == 8
 
 
 def test_a_run_that_hangs_ends_with_what_it_printed(monkeypatch: pytest.MonkeyPatch) -> None:

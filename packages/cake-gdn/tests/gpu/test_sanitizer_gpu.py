@@ -4,13 +4,20 @@ Needs a GPU and the tool."""
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from cake_core import configure, workspace
-from cake_core.testing.sanitizer import TOOLS, Run, Runs, findings, sanitized_runs, version, wanted_runs
+from cake_core.testing.sanitizer import (
+    Runs,
+    assert_clean,
+    assert_found,
+    case_scripts,
+    sanitized_runs,
+    version,
+    wanted_runs,
+)
 from cake_gdn.testing.steps import make_step
 
 DEVICE = "cuda"
@@ -27,22 +34,14 @@ _SANITIZED = """
 import torch
 from dataclasses import replace
 from itertools import accumulate
+from cake_core.testing.sanitizer import edge
 from cake_gdn.testing.steps import make_step
 
 DEVICE = "cuda"
 
-def edge(rows, pad):
-    # The last columns of a buffer of NaN that ends with the last token. One copy from the host fills it: the tools do
-    # not look into the kernels of torch, so what those write would count as never written.
-    tokens, heads, width = rows.shape[1:]
-    stride = heads * width + pad
-    flat = torch.full((tokens * stride,), torch.nan, dtype=rows.dtype)
-    layout = (1, tokens, heads, width), (tokens * stride, stride, width, 1), pad
-    flat.as_strided(*layout).copy_(rows)
-    return flat.to(DEVICE).as_strided(*layout)
-
 def moved(step, cu=None):
-    rows = {name: edge(getattr(step, name), pad) for name, pad in (("q", 8), ("k", 16), ("v", 8), ("do", 24))}
+    pads = {"q": 8, "k": 16, "v": 8, "do": 24}
+    rows = {name: edge(getattr(step, name)[0], pad, DEVICE)[None] for name, pad in pads.items()}
     step = replace(step, cu=step.cu if cu is None else torch.tensor(cu, dtype=torch.int32))
     return replace(step.to(DEVICE), **rows)
 
@@ -112,16 +111,7 @@ _FAULTS = {
 }
 
 
-def _scripts() -> dict[str, tuple[str, str]]:
-    found = {
-        f"{tool}: {name}": (tool, _SANITIZED.replace("CASE", case))
-        for tool in TOOLS
-        for name, case in (_CASES | ({} if tool == "racecheck" else {"malformed offsets": _MALFORMED})).items()
-    }
-    return found | {f"planted {tool}": (tool, _PLANTED.replace("FAULT", fault)) for tool, (fault, _) in _FAULTS.items()}
-
-
-_SCRIPTS = _scripts()
+_SCRIPTS = case_scripts(_SANITIZED, _CASES, _MALFORMED, _PLANTED, {tool: fault for tool, (fault, _) in _FAULTS.items()})
 # Older ones report what bar.arrive orders, which the tail does, as races; its release notes tell when that was mended.
 _FOLLOWS_THE_TAIL = (2026, 1)
 
@@ -142,27 +132,10 @@ def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
         yield runs
 
 
-def _result(runs: Runs, run: str, record_property: Callable[[str, object], None]) -> Run:
-    begin = time.monotonic()
-    done = runs[run].result()
-    record_property("waited", f"{time.monotonic() - begin:.1f} s")
-    return done
-
-
-def _told(run: str, done: Run) -> str:
-    """What a test that fails has to tell, as nobody is there to run the tool again."""
-    return f"{run}: exit status {done.returncode}, tool {version()}\n{findings(done.stdout)}"
-
-
 @pytest.mark.parametrize("run", [name for name in _SCRIPTS if not name.startswith("planted")])
-def test_the_sanitizer_finds_nothing(runs: Runs, run: str, record_property: Callable[[str, object], None]) -> None:
+def test_the_sanitizer_finds_nothing(runs: Runs, run: str) -> None:
     """Every kernel and instance of it; documents of every kind; malformed offsets."""
-    done = _result(runs, run, record_property)
-    if done.returncode or "done" not in done.stdout.splitlines():
-        told = _told(run, done)
-        if run.startswith("racecheck"):  # which bytes, read or written by which threads: its summaries do not say
-            told += "\nhazards:\n" + findings(runs.again(run, "--racecheck-report", "hazard").stdout)
-        pytest.fail(told, pytrace=False)
+    assert_clean(runs, run)
 
 
 def test_racecheck_follows_every_kernel() -> None:
@@ -171,11 +144,6 @@ def test_racecheck_follows_every_kernel() -> None:
 
 
 @pytest.mark.parametrize("run", [name for name in _SCRIPTS if name.startswith("planted")])
-def test_the_sanitizer_finds_a_planted_fault(
-    runs: Runs, run: str, record_property: Callable[[str, object], None]
-) -> None:
-    """What the other test relies on: the tool sees our kernels and operands that end with their allocations."""
-    done = _result(runs, run, record_property)
-    text = _FAULTS[run.removeprefix("planted ")][1]
-    if done.returncode == 0 or text not in done.stdout or "gdn_prep" not in done.stdout:
-        pytest.fail(f"no {text!r} of gdn_prep\n{_told(run, done)}", pytrace=False)
+def test_the_sanitizer_finds_a_planted_fault(runs: Runs, run: str) -> None:
+    """What the other test relies on."""
+    assert_found(runs, run, _FAULTS[run.removeprefix("planted ")][1], "gdn_prep")

@@ -4,14 +4,12 @@ Needs a GPU and the tool."""
 from __future__ import annotations
 
 import shutil
-import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from cake_core import configure, workspace
-from cake_core.testing.sanitizer import TOOLS, Run, Runs, findings, sanitized_runs, wanted_runs
+from cake_core.testing.sanitizer import Runs, assert_clean, assert_found, case_scripts, sanitized_runs, wanted_runs
 from cake_gqa.testing.steps import FORMS, make_step
 
 DEVICE = "cuda"
@@ -27,22 +25,13 @@ pytestmark = [
 _SANITIZED = """
 import torch
 from dataclasses import replace
+from cake_core.testing.sanitizer import edge
 from cake_gqa.testing.steps import make_step
 
 DEVICE = "cuda"
 
-def edge(rows, pad):
-    # The last heads of rows of NaN that end with the last token. One copy from the host fills it: the tools do not look
-    # into the kernels of torch, so what those write would count as never written.
-    tokens, heads, width = rows.shape
-    stride = heads * width + pad
-    flat = torch.full((tokens * stride,), torch.nan, dtype=rows.dtype)
-    layout = (tokens, heads, width), (stride, width, 1), pad
-    flat.as_strided(*layout).copy_(rows)
-    return flat.to(DEVICE).as_strided(*layout)
-
 def moved(step, cu_q=None, cu_k=None):
-    rows = {name: edge(getattr(step, name), pad) for name, pad in (("q", 8), ("k", 16), ("v", 8), ("dout", 24))}
+    rows = {name: edge(getattr(step, name), pad, DEVICE) for name, pad in (("q", 8), ("k", 16), ("v", 8), ("dout", 24))}
     given = {"cu_q": cu_q, "cu_k": cu_k}
     step = replace(step, **{name: torch.tensor(cu, dtype=torch.int32) for name, cu in given.items() if cu is not None})
     return replace(step.to(DEVICE), **rows)
@@ -117,16 +106,7 @@ _FAULTS = {
 }
 
 
-def _scripts() -> dict[str, tuple[str, str]]:
-    found = {
-        f"{tool}: {name}": (tool, _SANITIZED.replace("CASE", case))
-        for tool in TOOLS
-        for name, case in (_CASES | ({} if tool == "racecheck" else {"malformed offsets": _MALFORMED})).items()
-    }
-    return found | {f"planted {tool}": (tool, _PLANTED.replace("FAULT", fault)) for tool, (fault, _) in _FAULTS.items()}
-
-
-_SCRIPTS = _scripts()
+_SCRIPTS = case_scripts(_SANITIZED, _CASES, _MALFORMED, _PLANTED, {tool: fault for tool, (fault, _) in _FAULTS.items()})
 
 
 @pytest.fixture(scope="module")
@@ -143,37 +123,13 @@ def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
         yield runs
 
 
-def _result(runs: Runs, run: str, record_property: Callable[[str, object], None]) -> Run:
-    begin = time.monotonic()
-    done = runs[run].result()
-    record_property("waited", f"{time.monotonic() - begin:.1f} s")
-    return done
-
-
-def _told(run: str, done: Run) -> str:
-    """What a test that fails has to tell, as nobody is there to run the tool again."""
-    version = subprocess.run(("compute-sanitizer", "--version"), capture_output=True, text=True).stdout
-    return f"{run}: exit status {done.returncode}\n{version.strip()[-200:]}\n{findings(done.stdout)}"
-
-
 @pytest.mark.parametrize("run", [name for name in _SCRIPTS if not name.startswith("planted")])
-def test_the_sanitizer_finds_nothing(runs: Runs, run: str, record_property: Callable[[str, object], None]) -> None:
+def test_the_sanitizer_finds_nothing(runs: Runs, run: str) -> None:
     """Every kernel and form; segments of every kind; malformed offsets."""
-    done = _result(runs, run, record_property)
-    if done.returncode or "done" not in done.stdout.splitlines():
-        told = _told(run, done)
-        if run.startswith("racecheck"):  # which bytes, read or written by which threads: its summaries do not say
-            told += "\nhazards:\n" + findings(runs.again(run, "--racecheck-report", "hazard").stdout)
-            told += "\nIts release notes: false ones of mbarriers mended in 2025.4, of warpgroups' barriers in 2026.1"
-        pytest.fail(told, pytrace=False)
+    assert_clean(runs, run)
 
 
 @pytest.mark.parametrize("run", [name for name in _SCRIPTS if name.startswith("planted")])
-def test_the_sanitizer_finds_a_planted_fault(
-    runs: Runs, run: str, record_property: Callable[[str, object], None]
-) -> None:
-    """What the other test relies on: the tool sees our kernels and operands that end with their allocations."""
-    done = _result(runs, run, record_property)
-    text = _FAULTS[run.removeprefix("planted ")][1]
-    if done.returncode == 0 or text not in done.stdout or "gqa_bwd_pre" not in done.stdout:
-        pytest.fail(f"no {text!r} of gqa_bwd_pre\n{_told(run, done)}", pytrace=False)
+def test_the_sanitizer_finds_a_planted_fault(runs: Runs, run: str) -> None:
+    """What the other test relies on."""
+    assert_found(runs, run, _FAULTS[run.removeprefix("planted ")][1], "gqa_bwd_pre")

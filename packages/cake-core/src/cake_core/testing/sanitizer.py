@@ -14,8 +14,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pytest
+    from torch import Tensor
 
-__all__ = ["TOOLS", "Run", "Runs", "findings", "sanitized", "sanitized_runs", "version", "wanted_runs"]
+__all__ = [
+    "TOOLS",
+    "Run",
+    "Runs",
+    "assert_clean",
+    "assert_found",
+    "case_scripts",
+    "edge",
+    "findings",
+    "sanitized",
+    "sanitized_runs",
+    "version",
+    "wanted_runs",
+]
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 Run = subprocess.CompletedProcess[str]
@@ -144,6 +158,72 @@ def sanitized(script: str, kernels: str, planted: Mapping[str, str] | None = Non
     scripts |= {f"planted {tool}": (tool, code) for tool, code in (planted or {}).items()}
     with sanitized_runs(scripts, kernels) as runs:
         yield runs
+
+
+def case_scripts(
+    script: str, cases: Mapping[str, str], malformed: str, planted: str, faults: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Scripts of ``sanitized_runs``, one a tool and case: "<tool>: <case>" and "planted <tool>".
+
+    Args:
+        script: where CASE stands, a case is put; it prints "done" last.
+        malformed: a case of every tool but racecheck: where segments lie is no matter of shared memory.
+        planted: where FAULT stands, a fault is put, tool -> fault.
+    """
+    found = {
+        f"{tool}: {name}": (tool, script.replace("CASE", case))
+        for tool in TOOLS
+        for name, case in {**cases, "malformed offsets": malformed}.items()
+        if tool != "racecheck" or case != malformed
+    }
+    return found | {f"planted {tool}": (tool, planted.replace("FAULT", fault)) for tool, fault in faults.items()}
+
+
+def assert_clean(runs: Runs, run: str) -> None:
+    """The tool reported nothing and the script came to its end. The message has what is to be known of the reports, as
+    nobody may be there to run the tool again.
+
+    Raises: AssertionError.
+    """
+    done = runs[run].result()
+    if done.returncode == 0 and "done" in done.stdout.splitlines():
+        return
+    told = _told(run, done)
+    if run.startswith("racecheck"):  # which bytes, read or written by which threads: its summaries do not say
+        told += "\nhazards:\n" + findings(runs.again(run, "--racecheck-report", "hazard").stdout)
+        told += "\nIts release notes: false ones of mbarriers mended in 2025.4, of warpgroups' barriers in 2026.1"
+    raise AssertionError(told)
+
+
+def assert_found(runs: Runs, run: str, text: str, kernel: str) -> None:
+    """The tool reported ``text`` of ``kernel``: it sees our kernels, and operands that end with their allocations.
+
+    Raises: AssertionError.
+    """
+    done = runs[run].result()
+    if done.returncode == 0 or text not in done.stdout or kernel not in done.stdout:
+        raise AssertionError(f"no {text!r} of {kernel}\n{_told(run, done)}")
+
+
+def _told(run: str, done: Run) -> str:
+    return f"{run}: exit status {done.returncode}, tool {version()}\n{findings(done.stdout)}"
+
+
+def edge(values: Tensor, pad: int, device: str) -> Tensor:
+    """``values`` [rows, ...] on ``device``, each row behind ``pad`` elements of NaN; the last row ends with its
+    allocation.
+
+    One copy from the host fills it: the tools do not look into the kernels of torch, so what those write would count as
+    never written.
+    """
+    import torch
+
+    values = values.contiguous()
+    stride = values[0].numel() + pad
+    flat = torch.full((values.shape[0] * stride,), torch.nan, dtype=values.dtype)
+    layout = values.shape, (stride, *values.stride()[1:]), pad
+    flat.as_strided(*layout).copy_(values)
+    return flat.to(device).as_strided(*layout)
 
 
 _PREFIX = re.compile(r"=========\s?")
