@@ -3,8 +3,6 @@ bits. Needs a GPU."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,6 +14,12 @@ from cake_conv1d._frozen import LINEAR, SILU, STATES, Case
 from cake_conv1d.testing.shapes import document_lengths
 from cake_conv1d.testing.steps import Step, assert_same_step, frozen_step
 from cake_core import configure, loader, workspace
+from cake_core.testing.det import (
+    assert_repeats,
+    assert_same_in_a_fresh_process,
+    nothing_allocated_on_the_current_device,
+    on_fewer_multiprocessors,
+)
 from cake_core.testing.frozen import digest
 
 DEVICE = "cuda"
@@ -25,7 +29,7 @@ pytestmark = [
 ]
 
 
-def _configure(policy: str = "bf16", variant: str = "det", pool: int = 0) -> None:
+def _configure(pool: int = 0, variant: str = "det", policy: str = "bf16") -> None:
     configure(cake_conv1d_variant=variant, cake_conv1d_silu_grad_preactivation=policy, cake_workspace_pool_bytes=pool)
 
 
@@ -57,29 +61,9 @@ def _made(name: str) -> Step:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_a_thousand_repeats_have_the_same_bits(name: str) -> None:
-    """On two streams in turn, with the pool off, too small and large enough, beside a matrix product."""
+    """With the pool off, too small and large enough."""
     step = _made(name)
-    want = step.run()
-    noise = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
-    side, other = torch.cuda.Stream(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    other.wait_stream(torch.cuda.current_stream())
-    bounds = (0, 1 << 12, 1 << 30)
-    for repeat in range(1000):
-        if repeat % 100 == 0:
-            _configure(pool=bounds[repeat // 100 % len(bounds)])
-        if repeat % 7 == 0:
-            with torch.cuda.stream(other):
-                torch.mm(noise, noise)
-        if repeat % 2:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                got = step.run()
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            got = step.run()
-        assert_same_step(got, want, f"repeat {repeat}")
-        del got  # memory of the side stream goes back before its next call
+    assert_repeats(step.run, assert_same_step, 1000, pool=_configure, bounds=(0, 1 << 12, 1 << 30))
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -101,12 +85,7 @@ def all_digests() -> str:
 
 
 def test_a_fresh_process_has_the_same_bits() -> None:
-    script = f"import runpy, sys; sys.stdout.write(runpy.run_path({__file__!r})['all_digests']())"
-    with subprocess.Popen((sys.executable, "-c", script), stdout=subprocess.PIPE, text=True) as child:
-        here = all_digests()
-        there, _ = child.communicate()
-    assert child.returncode == 0
-    assert there == here
+    assert_same_in_a_fresh_process(all_digests)
 
 
 @pytest.mark.parametrize("case", LINEAR, ids=str)
@@ -127,7 +106,7 @@ def test_the_bits_with_states_are_frozen(case: Case) -> None:
 @pytest.mark.parametrize("key", SILU, ids=str)
 def test_the_bits_of_silu_are_frozen(key: tuple[Case, str]) -> None:
     case, policy = key
-    _configure(policy)
+    _configure(policy=policy)
     assert digest(frozen_step(case, DEVICE, activation="silu").run().values()) == SILU[key]
 
 
@@ -152,21 +131,9 @@ def test_the_portable_libraries_have_the_bits_of_the_own_ones(name: str, monkeyp
 @pytest.mark.parametrize("name", STEPS)
 def test_fewer_multiprocessors_have_the_same_bits(name: str) -> None:
     """D02: a quarter of the device runs the same partition in more rounds."""
-    green_contexts = pytest.importorskip("torch.cuda.green_contexts")
     step = _made(name)
     want = step.run()
-    torch.cuda.synchronize()
-    try:
-        quarter = green_contexts.GreenContext.create(num_sms=32, device_id=torch.cuda.current_device())
-    except RuntimeError as error:
-        pytest.skip(f"no part of the device to be had: {error}")
-    quarter.set_context()
-    try:
-        got = step.run()
-        torch.cuda.synchronize()
-    finally:
-        quarter.pop_context()
-    assert_same_step(got, want, "32 multiprocessors")
+    assert_same_step(on_fewer_multiprocessors(step.run), want, "32 multiprocessors")
 
 
 @pytest.mark.multi_gpu
@@ -175,11 +142,8 @@ def test_operands_of_another_device_than_the_current_one() -> None:
     """Nothing is allocated on the current device, whose allocator counts, and the bits are those of device 0."""
     step = _made("40 documents of 3000 x 264, states")
     want = step.run()
-    torch.cuda.set_device(0)
     names = ("x", "weight", "dy", "cu", "state", "d_final")
     moved = replace(step, **{name: getattr(step, name).to("cuda:1") for name in names})
-    before = torch.cuda.memory_stats(0)["allocation.all.allocated"]
-    got = moved.run()
-    assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before
-    assert torch.cuda.current_device() == 0
+    with nothing_allocated_on_the_current_device():
+        got = moved.run()
     assert_same_step({name: value.to("cuda:0") for name, value in got.items()}, want, "device 1")

@@ -3,8 +3,6 @@ sets, all with the same bits. Needs a GPU."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -14,6 +12,12 @@ from typing import Any
 import pytest
 import torch
 from cake_core import configure, workspace
+from cake_core.testing.det import (
+    assert_repeats,
+    assert_same_in_a_fresh_process,
+    nothing_allocated_on_the_current_device,
+    on_fewer_multiprocessors,
+)
 from cake_core.testing.frozen import digest
 from cake_core.testing.gates import assert_same_bits
 from cake_gdn.testing.steps import OPERANDS, Step, assert_same_step, make_step, offsets
@@ -30,7 +34,7 @@ ROWS = ("o", "dq", "dk", "dv", "dg", "dbeta")
 STATES = ("final_state", "dh0")
 
 
-def _configure(variant: str = "det", pool: int = 0) -> None:
+def _configure(pool: int = 0, variant: str = "det") -> None:
     configure(cake_gdn_variant=variant, cake_workspace_pool_bytes=pool)
 
 
@@ -58,29 +62,9 @@ def _made(name: str) -> Step:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_repeats_have_the_same_bits(name: str) -> None:
-    """On two streams in turn, with the pool off and on, beside a matrix product."""
+    """With the pool off and on."""
     step = _made(name)
-    want = step.run()
-    noise = torch.randn(4096, 4096, device=DEVICE).bfloat16()
-    side, other = torch.cuda.Stream(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    other.wait_stream(torch.cuda.current_stream())
-    repeats = REPEATS[name]
-    for repeat in range(repeats):
-        if repeat % (repeats // 10) == 0:
-            _configure(pool=(0, 1 << 28)[repeat // (repeats // 10) % 2])
-        if repeat % 7 == 0:
-            with torch.cuda.stream(other):
-                torch.mm(noise, noise)
-        if repeat % 2:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                got = step.run()
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            got = step.run()
-        assert_same_step(got, want, f"repeat {repeat}")
-        del got  # memory of the side stream goes back before its next call
+    assert_repeats(step.run, assert_same_step, REPEATS[name], pool=_configure, bounds=(0, 1 << 28))
 
 
 def test_two_sets_of_operands_in_turn() -> None:
@@ -98,32 +82,15 @@ def all_digests() -> str:
 
 
 def test_a_fresh_process_has_the_same_bits() -> None:
-    script = f"import runpy, sys; sys.stdout.write(runpy.run_path({__file__!r})['all_digests']())"
-    with subprocess.Popen((sys.executable, "-c", script), stdout=subprocess.PIPE, text=True) as child:
-        here = all_digests()
-        there, _ = child.communicate()
-    assert child.returncode == 0
-    assert there == here
+    assert_same_in_a_fresh_process(all_digests)
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_fewer_multiprocessors_have_the_same_bits(name: str) -> None:
     """A quarter of the device runs the same scans in more rounds."""
-    green_contexts = pytest.importorskip("torch.cuda.green_contexts")
     step = _made(name)
     want = step.run()
-    torch.cuda.synchronize()
-    try:
-        quarter = green_contexts.GreenContext.create(num_sms=32, device_id=torch.cuda.current_device())
-    except RuntimeError as error:
-        pytest.skip(f"no part of the device to be had: {error}")
-    quarter.set_context()
-    try:
-        got = step.run()
-        torch.cuda.synchronize()
-    finally:
-        quarter.pop_context()
-    assert_same_step(got, want, "32 multiprocessors")
+    assert_same_step(on_fewer_multiprocessors(step.run), want, "32 multiprocessors")
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -138,7 +105,7 @@ def test_nothing_else_that_may_not_change_a_bit_does(name: str) -> None:
         assert_same_step(step.run(save=save), want, save)
     assert_same_step(step.run(plan="serial"), want, "serial")
     assert_same_step(step.differentiate(recompute_state=True), want, "autograd, recompute_state")
-    _configure("fast")
+    _configure(variant="fast")
     assert_same_step(step.run(), want, "fast")
     wrong = torch.tensor(cu).flip(0).to(DEVICE)
     assert_same_step(step.run(cu_seqlens=wrong, cu_seqlens_cpu=cu), want, "wrong device offsets beside right host ones")
@@ -193,12 +160,9 @@ def test_operands_of_another_device_than_the_current_one(host: bool) -> None:
     """Nothing is allocated on the current device, whose allocator counts, and the bits are those of device 0."""
     step = _made("small")
     want = step.run()
-    torch.cuda.set_device(0)
     moved = step.to("cuda:1")
     given: dict[str, Any] = {"cu_seqlens_cpu": (0, *accumulate(LENGTHS["small"]))} if host else {}
-    before = torch.cuda.memory_stats(0)["allocation.all.allocated"]
-    got = moved.run(**given)
-    assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before
-    assert torch.cuda.current_device() == 0
+    with nothing_allocated_on_the_current_device():
+        got = moved.run(**given)
     assert {getattr(moved, name).get_device() for name in OPERANDS} == {1}
     assert_same_step({name: value.to("cuda:0") for name, value in got.items()}, want, "device 1")

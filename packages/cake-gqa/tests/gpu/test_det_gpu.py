@@ -3,8 +3,6 @@ the same bits. Needs a GPU."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -13,6 +11,12 @@ from typing import Any
 import pytest
 import torch
 from cake_core import configure, workspace
+from cake_core.testing.det import (
+    assert_repeats,
+    assert_same_in_a_fresh_process,
+    nothing_allocated_on_the_current_device,
+    on_fewer_multiprocessors,
+)
 from cake_core.testing.frozen import digest
 from cake_gqa.testing.shapes import PACKS
 from cake_gqa.testing.steps import FORMS, Step, assert_same_step, make_step, names
@@ -26,7 +30,7 @@ pytestmark = [
 ]
 
 
-def _configure(variant: str = "det", pool: int = 0) -> None:
+def _configure(pool: int = 0, variant: str = "det") -> None:
     configure(cake_gqa_variant=variant, cake_workspace_pool_bytes=pool)
 
 
@@ -59,29 +63,9 @@ def _made(name: str) -> Step:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_repeats_have_the_same_bits(name: str) -> None:
-    """flash-attention 2244, 1766: on two streams in turn, with the pool off and on, beside a matrix product."""
+    """flash-attention 2244, 1766: with the pool off and on."""
     step = _made(name)
-    want = step.run()
-    noise = torch.randn(4096, 4096, device=DEVICE).bfloat16()
-    side, other = torch.cuda.Stream(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    other.wait_stream(torch.cuda.current_stream())
-    repeats = REPEATS[name]
-    for repeat in range(repeats):
-        if repeat % (repeats // 10) == 0:
-            _configure(pool=(0, 1 << 28)[repeat // (repeats // 10) % 2])
-        if repeat % 7 == 0:
-            with torch.cuda.stream(other):
-                torch.mm(noise, noise)
-        if repeat % 2:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                got = step.run()
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            got = step.run()
-        assert_same_step(got, want, f"repeat {repeat}")
-        del got  # memory of the side stream goes back before its next call
+    assert_repeats(step.run, assert_same_step, REPEATS[name], pool=_configure, bounds=(0, 1 << 28))
 
 
 def test_a_thousand_backwards_of_one_forward() -> None:
@@ -114,32 +98,15 @@ def all_digests() -> str:
 
 
 def test_a_fresh_process_has_the_same_bits() -> None:
-    script = f"import runpy, sys; sys.stdout.write(runpy.run_path({__file__!r})['all_digests']())"
-    with subprocess.Popen((sys.executable, "-c", script), stdout=subprocess.PIPE, text=True) as child:
-        here = all_digests()
-        there, _ = child.communicate()
-    assert child.returncode == 0
-    assert there == here
+    assert_same_in_a_fresh_process(all_digests)
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_fewer_multiprocessors_have_the_same_bits(name: str) -> None:
     """A quarter of the device works on the same tiles in another order."""
-    green_contexts = pytest.importorskip("torch.cuda.green_contexts")
     step = _made(name)
     want = step.run()
-    torch.cuda.synchronize()
-    try:
-        quarter = green_contexts.GreenContext.create(num_sms=32, device_id=torch.cuda.current_device())
-    except RuntimeError as error:
-        pytest.skip(f"no part of the device to be had: {error}")
-    quarter.set_context()
-    try:
-        got = step.run()
-        torch.cuda.synchronize()
-    finally:
-        quarter.pop_context()
-    assert_same_step(got, want, "32 multiprocessors")
+    assert_same_step(on_fewer_multiprocessors(step.run), want, "32 multiprocessors")
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -171,16 +138,11 @@ def test_operands_of_another_device_than_the_current_one(name: str) -> None:
     """Nothing is allocated on the current device, whose allocator counts, and the bits are those of device 0."""
     step = _made(name)
     want = step.run()
-    torch.cuda.set_device(0)
     moved = step.to("cuda:1")
     side = torch.cuda.Stream("cuda:1")
     side.wait_stream(torch.cuda.current_stream("cuda:1"))
-    before = torch.cuda.memory_stats(0)["allocation.all.allocated"]
-    with torch.cuda.stream(side):
-        torch.cuda.set_device(0)  # the side stream of device 1 stays current there
-        got = moved.run()
+    with torch.cuda.stream(side), nothing_allocated_on_the_current_device():
+        got = moved.run()  # the side stream of device 1 stays current there
     side.synchronize()
-    assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before
-    assert torch.cuda.current_device() == 0
     assert {value.get_device() for value in got.values()} == {1}
     assert_same_step({key: value.to("cuda:0") for key, value in got.items()}, want, "device 1")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from cake_core import configure, workspace
+from cake_core.testing.det import assert_repeats, assert_same_in_a_fresh_process, on_fewer_multiprocessors
 from cake_core.testing.frozen import digest, uniform
 from cake_core.testing.gates import assert_same_bits
 from cake_norms._frozen import EPS, GATED_RMSNORM, RMSNORM
@@ -25,9 +24,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Outputs = tuple[Tensor, ...]
 
 
+def _configure(pool: int = 0) -> None:
+    configure(cake_rmsnorm_variant="det", cake_gated_rmsnorm_variant="det", cake_workspace_pool_bytes=pool)
+
+
 @pytest.fixture(autouse=True)
 def _configured() -> Iterator[None]:
-    configure(cake_rmsnorm_variant="det", cake_gated_rmsnorm_variant="det")
+    _configure()
     yield
     configure()
     workspace.release_pool()
@@ -75,27 +78,9 @@ def _same(got: Outputs, want: Outputs, where: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_a_thousand_repeats_have_the_same_bits(name: str) -> None:
-    """On two streams in turn, with the pool off, too small and large enough, beside a matrix product."""
+    """With the pool off, too small and large enough."""
     run = STEPS[name]()
-    want = run()
-    noise = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
-    side, other = torch.cuda.Stream(), torch.cuda.Stream()
-    bounds = (0, 1 << 12, 1 << 30)
-    for repeat in range(1000):
-        if repeat % 100 == 0:
-            bound = bounds[repeat // 100 % len(bounds)]
-            configure(cake_rmsnorm_variant="det", cake_gated_rmsnorm_variant="det", cake_workspace_pool_bytes=bound)
-        if repeat % 7 == 0:
-            with torch.cuda.stream(other):
-                noise @ noise
-        if repeat % 2:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                got = run()
-            torch.cuda.current_stream().wait_stream(side)
-        else:
-            got = run()
-        _same(got, want, f"repeat {repeat}")
+    assert_repeats(run, _same, 1000, pool=_configure, bounds=(0, 1 << 12, 1 << 30))
 
 
 def all_digests() -> str:
@@ -103,12 +88,7 @@ def all_digests() -> str:
 
 
 def test_a_fresh_process_has_the_same_bits() -> None:
-    script = f"import runpy, sys; sys.stdout.write(runpy.run_path({__file__!r})['all_digests']())"
-    with subprocess.Popen((sys.executable, "-c", script), stdout=subprocess.PIPE, text=True) as child:
-        here = all_digests()
-        there, _ = child.communicate()
-    assert child.returncode == 0
-    assert there == here
+    assert_same_in_a_fresh_process(all_digests)
 
 
 @pytest.mark.parametrize(("case", "frozen"), RMSNORM.items(), ids=str)
@@ -128,18 +108,6 @@ def test_gated_rmsnorm_has_its_frozen_bits(case: tuple[int, int, int, str, str],
 @pytest.mark.parametrize("name", STEPS)
 def test_fewer_multiprocessors_have_the_same_bits(name: str) -> None:
     """N06: a quarter of the device runs the same partition in more rounds."""
-    green_contexts = pytest.importorskip("torch.cuda.green_contexts")
     run = STEPS[name]()
     want = run()
-    torch.cuda.synchronize()
-    try:
-        quarter = green_contexts.GreenContext.create(num_sms=32, device_id=torch.cuda.current_device())
-    except RuntimeError as error:
-        pytest.skip(f"no part of the device to be had: {error}")
-    quarter.set_context()
-    try:
-        got = run()
-        torch.cuda.synchronize()
-    finally:
-        quarter.pop_context()
-    _same(got, want, "32 multiprocessors")
+    _same(on_fewer_multiprocessors(run), want, "32 multiprocessors")

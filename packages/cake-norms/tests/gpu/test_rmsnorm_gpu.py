@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cake_core import configure, loader, workspace
+from cake_core.testing.det import nothing_allocated_on_the_current_device
 from cake_core.testing.gates import (
     assert_guards,
     assert_operands_untouched,
@@ -452,12 +453,9 @@ def test_operands_of_another_device_than_the_current_one() -> None:
     """Nothing is allocated on the current device, whose allocator counts, and the bits are those of device 0."""
     x, dy, w = _randn(133, 1000, seed=1), _randn(133, 1000, seed=2), _randn(1000, seed=3)
     want = _run(x, w, dy)
-    torch.cuda.set_device(0)
     moved = x.to("cuda:1"), w.to("cuda:1"), dy.to("cuda:1")
-    before = torch.cuda.memory_stats(0)["allocation.all.allocated"]
-    got = _run(*moved)
-    assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == before
-    assert torch.cuda.current_device() == 0
+    with nothing_allocated_on_the_current_device():
+        got = _run(*moved)
     _assert_same({name: value.to("cuda:0") for name, value in got.items()}, want, "device 1")
 
 
