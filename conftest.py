@@ -1,10 +1,13 @@
-"""Tests marked ``nvcc`` are skipped, with the reason, where cake-core finds no compiler."""
+"""Tests marked ``nvcc`` are skipped, with the reason, where cake-core finds no compiler; shared assertions say what they
+compared."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import pytest
+
+pytest.register_assert_rewrite("cake_core.testing.trainer")
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:

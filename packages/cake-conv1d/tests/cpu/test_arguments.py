@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cake_conv1d import op
-from cake_core import config, hooks, registry
+from cake_core import config, hooks
 from cake_core.loader import kernel_package
+from cake_core.testing.trainer import Trainer, assert_signatures, assert_torch_free
 
-SELECT = ("--linear-attention-conv-backend", "cake")
+TRAINER = Trainer({"conv1d": op.OP}, {"--linear-attention-conv-backend": ("torch",)})
+SELECT = TRAINER.select("conv1d")
 POLICY = "--cake-conv1d-silu-grad-preactivation"
 DEST = "cake_conv1d_silu_grad_preactivation"
 
 
 @pytest.fixture(autouse=True)
 def only_conv1d() -> Iterator[None]:
-    """The op alone, and no configuration left behind."""
-    with registry.override({"conv1d": op.OP}):
-        config.configure()
+    with TRAINER.alone():
         yield
-        config.configure()
-
-
-def parse(*argv: str, deterministic: bool = False) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deterministic-mode", action="store_true")
-    hooks.add_arguments(parser)
-    if SELECT[0] not in parser._option_string_actions:
-        parser.add_argument(SELECT[0], choices=("torch", "cake"), default="torch")
-    return parser.parse_args([*argv, *(["--deterministic-mode"] if deterministic else [])])
-
-
-def validated(*argv: str, **options: Any) -> argparse.Namespace:
-    args = parse(*argv, **options)
-    hooks.validate_args(args)
-    return args
 
 
 # --- declaration ------------------------------------------------------------------------------------------------
@@ -77,7 +57,6 @@ def test_the_public_names_are_those_that_trainers_import() -> None:
 
 
 def test_signatures_are_those_of_the_spec() -> None:
-    """No entry point takes a variant: a per-call variant would go around deterministic mode (original requirements)."""
     import cake_conv1d
 
     wanted = {
@@ -92,78 +71,45 @@ def test_signatures_are_those_of_the_spec() -> None:
         "arch=None",
     }
     wanted["is_supported"] = wanted["check_supported"]
-    for name, text in wanted.items():
-        said, keyword = [], False
-        for parameter in inspect.signature(getattr(cake_conv1d, name)).parameters.values():
-            assert parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY), name
-            if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
-                said.append("*")
-                keyword = True
-            default = parameter.default
-            said.append(parameter.name if default is parameter.empty else f"{parameter.name}={default!r}")
-        assert " ".join(said) == text, name
-    for name in op.OP.entry_points:
-        parameters = inspect.signature(getattr(cake_conv1d, name)).parameters
-        assert not {"variant", "deterministic"} & set(parameters), name
+    assert_signatures(cake_conv1d, wanted, op.OP.entry_points)
 
 
 def test_declaration_and_checks_import_without_torch() -> None:
     """R1: a process without torch can import the package, its declaration and its plans, and ask what is served."""
-    program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['tvm_ffi'] = None\n"
+    assert_torch_free(
         "import cake_conv1d, cake_conv1d.op, cake_conv1d.plan\n"
         "from cake_conv1d import check_supported, is_supported\n"
         "check_supported(8192); assert not is_supported(12)\n"
         "import cake_conv1d.testing.shapes, cake_conv1d.testing.budgets\n"
-        "assert 'numpy' not in sys.modules and 'rich' not in sys.modules\n"
     )
-    subprocess.run((sys.executable, "-c", program), check=True)
 
 
 # --- command line -----------------------------------------------------------------------------------------------
 
 
-def test_an_unconfigured_process_runs_det() -> None:
-    assert config.variant("conv1d") == "det"
-    assert config.option("conv1d", DEST) == "bf16"
+def test_the_selector_of_the_trainer_learns_the_backend() -> None:
+    TRAINER.assert_selectable("conv1d")
 
 
-def test_miles_runs_fast_and_writes_it_back() -> None:
-    args = validated(*SELECT)
-    assert args.cake_conv1d_variant == "fast"
-    hooks.configure(args)
-    assert config.variant("conv1d") == "fast"
-
-
-def test_deterministic_mode_runs_det_and_rejects_an_explicit_fast() -> None:
-    args = validated(*SELECT, deterministic=True)
-    assert args.cake_conv1d_variant == "det"
-    with pytest.raises(ValueError, match="cake-conv1d-variant"):
-        validated(*SELECT, "--cake-conv1d-variant", "fast", deterministic=True)
-    with pytest.raises(ValueError, match="fast"):
-        config.configure(cake_conv1d_variant="fast", deterministic_mode=True)
-
-
-def test_a_variant_without_the_backend_is_rejected() -> None:
-    assert validated().cake_conv1d_variant is None
-    with pytest.raises(ValueError, match="linear-attention-conv-backend"):
-        validated("--cake-conv1d-variant", "det")
+def test_variants() -> None:
+    TRAINER.assert_variants("conv1d")
 
 
 def test_the_policy_is_accepted_at_its_default_without_the_backend_and_rejected_otherwise() -> None:
     """Spec 6 [seed]."""
-    validated(POLICY, "bf16")
+    assert config.option("conv1d", DEST) == "bf16"
+    TRAINER.validated(POLICY, "bf16")
     with pytest.raises(ValueError, match="cake-conv1d-silu-grad-preactivation") as caught:
-        validated(POLICY, "fp32")
+        TRAINER.validated(POLICY, "fp32")
     assert "linear-attention-conv-backend" in str(caught.value)
-    args = validated(*SELECT, POLICY, "fp32")
+    args = TRAINER.validated(*SELECT, POLICY, "fp32")
     hooks.configure(args)
     assert config.option("conv1d", DEST) == "fp32"
 
 
 def test_another_policy_is_rejected_by_argparse_and_by_configure() -> None:
     with pytest.raises(SystemExit):
-        parse(POLICY, "fp64")
+        TRAINER.parse(POLICY, "fp64")
     with pytest.raises(ValueError, match="fp64"):
         config.configure(cake_conv1d_silu_grad_preactivation="fp64")
     with pytest.raises(TypeError, match="silu_grad"):
@@ -240,14 +186,7 @@ def test_what_a_trainer_does_not_have_is_skipped() -> None:
 
 
 def test_miles_refuses_what_validate_refuses_only_when_the_backend_is_selected() -> None:
-    args = parse()
-    args.linear_conv_kernel_dim = 7
-    hooks.validate_args(args)
-    args = parse(*SELECT)
-    args.linear_conv_kernel_dim = 7
-    with pytest.raises(ValueError, match="7"):
-        hooks.validate_args(args)
-    assert args.cake_conv1d_variant is None, "a refused configuration is left untouched"
+    TRAINER.assert_refused_when_selected("conv1d", "7", linear_conv_kernel_dim=7)
 
 
 # --- check_supported --------------------------------------------------------------------------------------------

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import inspect
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cake_core import config, hooks, registry
+from cake_core.testing.trainer import Trainer, assert_signatures, assert_torch_free
 from cake_gdn import op
 
-SELECT = ("--linear-attention-backend", "cake")
-RECOMPUTE = "--cake-gdn-recompute-state"
+TRAINER = Trainer({"gdn": op.OP}, {"--linear-attention-backend": ("fla", "flashqla")})
 DEST = "cake_gdn_recompute_state"
 
 
 @pytest.fixture(autouse=True)
 def only_gdn() -> Iterator[None]:
-    """The op alone, and no configuration left behind."""
-    with registry.override({"gdn": op.OP}):
-        config.configure()
+    with TRAINER.alone():
         yield
-        config.configure()
-
-
-def parse(*argv: str, deterministic: bool = False) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deterministic-mode", action="store_true")
-    parser.add_argument(SELECT[0], choices=("fla", "flashqla"), default="fla")
-    hooks.add_arguments(parser)
-    return parser.parse_args([*argv, *(["--deterministic-mode"] if deterministic else [])])
-
-
-def validated(*argv: str, deterministic: bool = False, **attributes: Any) -> argparse.Namespace:
-    args = parse(*argv, deterministic=deterministic)
-    vars(args).update(attributes)
-    hooks.validate_args(args)
-    return args
 
 
 # --- declaration ------------------------------------------------------------------------------------------------
@@ -55,7 +32,7 @@ def test_the_declaration_is_that_of_the_spec() -> None:
     assert [(flag.dest, flag.default, flag.kind, flag.hidden) for flag in op.OP.flags] == [
         (DEST, False, "switch", False)
     ]
-    assert op.OP.flags[0].option() == RECOMPUTE
+    assert op.OP.flags[0].option() == "--cake-gdn-recompute-state"
     assert op.OP.prebuild_params == ()
 
 
@@ -85,8 +62,7 @@ def test_the_public_names_are_those_that_trainers_import() -> None:
 
 
 def test_signatures_are_those_of_the_spec() -> None:
-    """The positional order up to cu_seqlens_cpu is fla-core's, whose chunk_indices the op makes itself. No entry point
-    takes a variant: a per-call variant would go around deterministic mode."""
+    """The positional order up to cu_seqlens_cpu is fla-core's, whose chunk_indices the op makes itself."""
     import cake_gdn
 
     passes = (
@@ -108,92 +84,35 @@ def test_signatures_are_those_of_the_spec() -> None:
         "gdn_kcp_comm_bytes": "ctx num_v_heads",
     }
     wanted["is_supported"] = wanted["check_supported"]
-    for name, text in wanted.items():
-        said, keyword = [], False
-        for parameter in inspect.signature(getattr(cake_gdn, name)).parameters.values():
-            assert parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY), name
-            if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
-                said.append("*")
-                keyword = True
-            default = parameter.default
-            said.append(parameter.name if default is parameter.empty else f"{parameter.name}={default!r}")
-        assert " ".join(said) == text, name
-    for name in op.OP.entry_points:
-        parameters = inspect.signature(getattr(cake_gdn, name)).parameters
-        assert not {"variant", "deterministic"} & set(parameters), name
+    assert_signatures(cake_gdn, wanted, op.OP.entry_points)
 
 
 def test_declaration_plan_and_queries_import_without_torch() -> None:
     """R1: a process without torch can import the package and its declaration, and ask what is served and what it
     costs."""
-    program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['tvm_ffi'] = None\n"
+    assert_torch_free(
         "import cake_gdn, cake_gdn.op, cake_gdn.plan\n"
         "from cake_gdn import check_supported, gdn_saved_bytes, gdn_workspace_bytes, is_supported\n"
         "check_supported(16, 64); assert not is_supported(16, 40)\n"
         "assert gdn_saved_bytes(64, 1, 1, 1, save='light', use_qk_l2norm_in_kernel=False) == 64 * 64 * 2\n"
         "assert set(gdn_workspace_bytes(64, 1, 1, 1)) == {'E', 'dS', 'replay'}\n"
         "import cake_gdn.testing.shapes, cake_gdn.testing.budgets\n"
-        "assert 'numpy' not in sys.modules and 'rich' not in sys.modules\n"
     )
-    subprocess.run((sys.executable, "-c", program), check=True)
 
 
 # --- command line -----------------------------------------------------------------------------------------------
 
 
-def test_an_unconfigured_process_runs_det() -> None:
-    assert config.variant("gdn") == "det"
-    assert config.option("gdn", DEST) is False
-
-
 def test_the_selector_of_the_trainer_learns_the_backend() -> None:
-    assert parse(*SELECT).linear_attention_backend == "cake"
-    assert parse().linear_attention_backend == "fla"
+    TRAINER.assert_selectable("gdn")
 
 
-def test_miles_runs_fast_and_writes_it_back() -> None:
-    args = validated(*SELECT)
-    assert args.cake_gdn_variant == "fast"
-    hooks.configure(args)
-    assert config.variant("gdn") == "fast"
+def test_variants() -> None:
+    TRAINER.assert_variants("gdn")
 
 
-def test_deterministic_mode_runs_det_and_rejects_an_explicit_fast() -> None:
-    assert validated(*SELECT, deterministic=True).cake_gdn_variant == "det"
-    assert validated(*SELECT, "--cake-gdn-variant", "det", deterministic=True).cake_gdn_variant == "det"
-    with pytest.raises(ValueError, match="cake-gdn-variant"):
-        validated(*SELECT, "--cake-gdn-variant", "fast", deterministic=True)
-    with pytest.raises(ValueError, match="fast"):
-        config.configure(cake_gdn_variant="fast", deterministic_mode=True)
-
-
-def test_a_variant_without_the_backend_is_rejected() -> None:
-    assert validated().cake_gdn_variant is None
-    with pytest.raises(ValueError, match="linear-attention-backend"):
-        validated("--cake-gdn-variant", "det")
-
-
-def test_the_option_needs_the_backend() -> None:
-    assert validated().cake_gdn_recompute_state is False
-    with pytest.raises(ValueError, match="cake-gdn-recompute-state") as caught:
-        validated(RECOMPUTE)
-    assert "linear-attention-backend" in str(caught.value)
-    args = validated(*SELECT, RECOMPUTE)
-    hooks.configure(args)
-    assert config.option("gdn", DEST) is True
-
-
-def test_configure_takes_a_bool_and_replaces_the_option() -> None:
-    config.configure(cake_gdn_recompute_state=True)
-    assert config.option("gdn", DEST) is True
-    config.configure()
-    assert config.option("gdn", DEST) is False
-    for value in (1, "yes"):
-        with pytest.raises(TypeError, match="recompute-state"):
-            config.configure(cake_gdn_recompute_state=value)
-    with pytest.raises(TypeError, match="recompute_states"):
-        config.configure(cake_gdn_recompute_states=True)
+def test_the_recomputation_of_states_is_a_switch() -> None:
+    TRAINER.assert_switch("gdn", DEST)
 
 
 # --- validate(args) ---------------------------------------------------------------------------------------------
@@ -257,12 +176,7 @@ def test_what_a_trainer_does_not_have_is_skipped() -> None:
 
 
 def test_miles_refuses_what_validate_refuses_only_when_the_backend_is_selected() -> None:
-    validated(linear_key_head_dim=256)
-    args = parse(*SELECT)
-    args.linear_key_head_dim = 256
-    with pytest.raises(ValueError, match="256"):
-        hooks.validate_args(args)
-    assert args.cake_gdn_variant is None, "a refused configuration is left untouched"
+    TRAINER.assert_refused_when_selected("gdn", "256", linear_key_head_dim=256)
 
 
 # --- check_supported --------------------------------------------------------------------------------------------

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import inspect
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cake_core import config, hooks, registry
+from cake_core.testing.trainer import Trainer, assert_signatures, assert_torch_free
 from cake_gqa import op
 
-SELECT = ("--full-attention-backend", "cake")
-CHECK = "--cake-gqa-check-seqlens"
+TRAINER = Trainer({"gqa": op.OP}, {"--full-attention-backend": ("te", "flash")})
 DEST = "cake_gqa_check_seqlens"
 
 
 @pytest.fixture(autouse=True)
 def only_gqa() -> Iterator[None]:
-    """The op alone, and no configuration left behind."""
-    with registry.override({"gqa": op.OP}):
-        config.configure()
+    with TRAINER.alone():
         yield
-        config.configure()
-
-
-def parse(*argv: str, deterministic: bool = False) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deterministic-mode", action="store_true")
-    parser.add_argument(SELECT[0], choices=("flash", "te"), default="te")
-    hooks.add_arguments(parser)
-    return parser.parse_args([*argv, *(["--deterministic-mode"] if deterministic else [])])
-
-
-def validated(*argv: str, deterministic: bool = False, **attributes: Any) -> argparse.Namespace:
-    args = parse(*argv, deterministic=deterministic)
-    vars(args).update(attributes)
-    hooks.validate_args(args)
-    return args
 
 
 # --- declaration ------------------------------------------------------------------------------------------------
@@ -54,7 +31,7 @@ def test_the_declaration_is_what_trainers_expect() -> None:
     assert op.OP.impl == "cake_gqa.api"
     (flag,) = op.OP.flags
     assert (flag.dest, flag.default, flag.kind, flag.hidden) == (DEST, False, "switch", False)
-    assert flag.option() == CHECK
+    assert flag.option() == "--cake-gqa-check-seqlens"
     assert op.OP.prebuild_params == (), "one set of libraries serves every head layout, length and form"
 
 
@@ -74,7 +51,6 @@ def test_the_public_names_are_those_that_trainers_import() -> None:
 
 
 def test_signatures() -> None:
-    """No entry point takes a variant: a per-call variant would go around deterministic mode."""
     import cake_gqa
 
     offsets = "cu_seqlens_q cu_seqlens_k"
@@ -89,92 +65,33 @@ def test_signatures() -> None:
         "bwd_scratch_bytes": "total_q total_k num_heads_q num_heads_kv num_segments * variant arch row_map=False",
     }
     wanted["is_supported"] = wanted["check_supported"]
-    for name, text in wanted.items():
-        said, keyword = [], False
-        for parameter in inspect.signature(getattr(cake_gqa, name)).parameters.values():
-            assert parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY), name
-            if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
-                said.append("*")
-                keyword = True
-            default = parameter.default
-            said.append(parameter.name if default is parameter.empty else f"{parameter.name}={default!r}")
-        assert " ".join(said) == text, name
-    for name in op.OP.entry_points:
-        assert "variant" not in inspect.signature(getattr(cake_gqa, name)).parameters, name
+    assert_signatures(cake_gqa, wanted, op.OP.entry_points)
 
 
 def test_declaration_plan_and_queries_import_without_torch() -> None:
     """R1: a process without torch can import the package and its declaration, and ask what is served and what it
     costs."""
-    program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['tvm_ffi'] = None\n"
+    assert_torch_free(
         "import cake_gqa, cake_gqa.op, cake_gqa.plan\n"
         "from cake_gqa import bwd_scratch_bytes, check_supported, is_supported\n"
         "check_supported(24, 4); assert not is_supported(7, 2)\n"
         "assert bwd_scratch_bytes(64, 64, 2, 1, 1, variant='det', arch='sm_90a') > 0\n"
-        "assert 'numpy' not in sys.modules and 'rich' not in sys.modules\n"
     )
-    subprocess.run((sys.executable, "-c", program), check=True)
 
 
 # --- command line -----------------------------------------------------------------------------------------------
 
 
-def test_an_unconfigured_process_runs_det_and_checks_nothing() -> None:
-    assert config.variant("gqa") == "det"
-    assert config.option("gqa", DEST) is False
-
-
 def test_the_selector_of_the_trainer_learns_the_backend() -> None:
-    assert parse(*SELECT).full_attention_backend == "cake"
-    assert parse().full_attention_backend == "te"
+    TRAINER.assert_selectable("gqa")
 
 
-def test_miles_runs_fast_and_writes_it_back() -> None:
-    args = validated(*SELECT)
-    assert args.cake_gqa_variant == "fast"
-    hooks.configure(args)
-    assert config.variant("gqa") == "fast"
+def test_variants() -> None:
+    TRAINER.assert_variants("gqa")
 
 
-def test_deterministic_mode_runs_det_and_rejects_an_explicit_fast() -> None:
-    assert validated(*SELECT, deterministic=True).cake_gqa_variant == "det"
-    assert validated(*SELECT, "--cake-gqa-variant", "det", deterministic=True).cake_gqa_variant == "det"
-    with pytest.raises(ValueError, match="cake-gqa-variant"):
-        validated(*SELECT, "--cake-gqa-variant", "fast", deterministic=True)
-    with pytest.raises(ValueError, match="fast"):
-        config.configure(cake_gqa_variant="fast", deterministic_mode=True)
-
-
-def test_a_variant_without_the_backend_is_rejected() -> None:
-    assert validated().cake_gqa_variant is None
-    with pytest.raises(ValueError, match="full-attention-backend"):
-        validated("--cake-gqa-variant", "det")
-
-
-def test_the_check_is_off_and_needs_the_backend() -> None:
-    assert validated().cake_gqa_check_seqlens is False
-    with pytest.raises(ValueError, match="cake-gqa-check-seqlens") as caught:
-        validated(CHECK)
-    assert "full-attention-backend" in str(caught.value)
-    args = validated(*SELECT)
-    hooks.configure(args)
-    assert config.option("gqa", DEST) is False
-    args = validated(*SELECT, CHECK)
-    hooks.configure(args)
-    assert config.option("gqa", DEST) is True
-
-
-def test_configure_takes_a_bool_and_replaces_the_option() -> None:
-    config.configure(cake_gqa_check_seqlens=True)
-    assert config.option("gqa", DEST) is True
-    config.configure()
-    assert config.option("gqa", DEST) is False
-    for value in (1, "yes"):
-        with pytest.raises(TypeError, match="check-seqlens"):
-            config.configure(cake_gqa_check_seqlens=value)
-    with pytest.raises(TypeError, match="check_seqlen"):
-        config.configure(cake_gqa_check_seqlen=True)
+def test_the_check_of_offsets_is_a_switch() -> None:
+    TRAINER.assert_switch("gqa", DEST)
 
 
 # --- validate(args) ---------------------------------------------------------------------------------------------
@@ -289,12 +206,7 @@ def test_what_a_trainer_does_not_have_is_skipped() -> None:
 
 
 def test_miles_refuses_what_validate_refuses_only_when_the_backend_is_selected() -> None:
-    validated(kv_channels=128)
-    args = parse(*SELECT)
-    args.kv_channels = 128
-    with pytest.raises(ValueError, match="kv-channels"):
-        hooks.validate_args(args)
-    assert args.cake_gqa_variant is None, "a refused configuration is left untouched"
+    TRAINER.assert_refused_when_selected("gqa", "kv-channels", kv_channels=128)
 
 
 # --- check_supported --------------------------------------------------------------------------------------------

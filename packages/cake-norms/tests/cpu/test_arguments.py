@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from cake_core import config, hooks, registry
+from cake_core import config, hooks
+from cake_core.testing.trainer import Trainer, assert_torch_free
 from cake_norms.gated_rmsnorm import op as gated
 from cake_norms.rmsnorm import op as rms
 
-SELECT_RMS = ("--linear-attention-input-norm", "cake")
-SELECT_GATED = ("--linear-attention-output-norm-backend", "cake")
+TRAINER = Trainer(
+    {"rmsnorm": rms.OP, "gated_rmsnorm": gated.OP},
+    {"--linear-attention-input-norm": ("torch",), "--linear-attention-output-norm-backend": ("torch",)},
+)
 
 
 @pytest.fixture(autouse=True)
-def only_norms():
-    """The two ops alone, and no configuration left behind."""
-    with registry.override({"rmsnorm": rms.OP, "gated_rmsnorm": gated.OP}):
+def only_norms() -> Iterator[None]:
+    with TRAINER.alone():
         yield
-        config.configure()
-
-
-def parse(*argv: str, deterministic: bool = False) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--deterministic-mode", action="store_true")
-    hooks.add_arguments(parser)
-    for option in ("--linear-attention-input-norm", "--linear-attention-output-norm-backend"):
-        if option not in parser._option_string_actions:
-            parser.add_argument(option, choices=("torch", "cake"), default="torch")
-    return parser.parse_args([*argv, *(["--deterministic-mode"] if deterministic else [])])
 
 
 @pytest.mark.parametrize(
@@ -61,40 +50,31 @@ def test_the_public_names_are_those_that_trainers_import() -> None:
     assert set(gated.OP.entry_points) == {"rmsnorm_silu_gate", "rmsnorm_gate", "rmsnorm_gate_fwd", "rmsnorm_gate_bwd"}
 
 
-def test_an_unconfigured_process_runs_det() -> None:
-    assert config.variant("rmsnorm") == "det"
-    assert config.variant("gated_rmsnorm") == "det"
+@pytest.mark.parametrize("name", TRAINER.ops)
+def test_the_selector_of_the_trainer_learns_the_backend(name: str) -> None:
+    TRAINER.assert_selectable(name)
 
 
-def test_a_trainer_that_selects_an_op_runs_fast_and_sees_it_written_back() -> None:
-    args = parse(*SELECT_RMS, *SELECT_GATED)
-    hooks.validate_args(args)
+@pytest.mark.parametrize("name", TRAINER.ops)
+def test_variants(name: str) -> None:
+    TRAINER.assert_variants(name)
+
+
+def test_a_trainer_selects_one_or_both() -> None:
+    select = TRAINER.select("rmsnorm")
+    args = TRAINER.validated(*select)
+    assert (args.cake_rmsnorm_variant, args.cake_gated_rmsnorm_variant) == ("fast", None)
+    args = TRAINER.validated(*select, *TRAINER.select("gated_rmsnorm"))
     assert (args.cake_rmsnorm_variant, args.cake_gated_rmsnorm_variant) == ("fast", "fast")
     hooks.configure(args)
     assert (config.variant("rmsnorm"), config.variant("gated_rmsnorm")) == ("fast", "fast")
 
 
-def test_deterministic_mode_runs_det_and_refuses_fast() -> None:
-    args = parse(*SELECT_RMS, deterministic=True)
-    hooks.validate_args(args)
-    assert args.cake_rmsnorm_variant == "det"
-    assert args.cake_gated_rmsnorm_variant is None
-    for select, flag in ((SELECT_RMS, "--cake-rmsnorm-variant"), (SELECT_GATED, "--cake-gated-rmsnorm-variant")):
-        with pytest.raises(ValueError, match=flag):
-            hooks.validate_args(parse(*select, flag, "fast", deterministic=True))
-
-
 @pytest.mark.parametrize(
-    ("flag", "selector"),
-    [
-        ("--cake-rmsnorm-variant", "--linear-attention-input-norm"),
-        ("--cake-gated-rmsnorm-variant", "--linear-attention-output-norm-backend"),
-    ],
+    ("name", "attributes"), [("rmsnorm", {"hidden_size": 4100}), ("gated_rmsnorm", {"linear_value_head_dim": 96})]
 )
-def test_a_variant_flag_without_its_backend_is_refused(flag: str, selector: str) -> None:
-    with pytest.raises(ValueError, match=flag) as caught:
-        hooks.validate_args(parse(flag, "det"))
-    assert selector in str(caught.value)
+def test_miles_refuses_what_validate_refuses_only_when_the_backend_is_selected(name, attributes) -> None:
+    TRAINER.assert_refused_when_selected(name, str(next(iter(attributes.values()))), **attributes)
 
 
 @pytest.mark.parametrize(
@@ -206,12 +186,9 @@ def test_prebuild_names_one_library_a_pass(arch: str) -> None:
 
 def test_declarations_plans_and_checks_import_without_torch() -> None:
     """R1: a process without torch can import the packages, their declarations and their plans."""
-    program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['tvm_ffi'] = None\n"
+    assert_torch_free(
         "import cake_norms, cake_norms.rmsnorm, cake_norms.gated_rmsnorm\n"
         "from cake_norms.rmsnorm import check_supported, plan, op\n"
         "from cake_norms.gated_rmsnorm import check_supported as gated, plan as gated_plan\n"
         "check_supported(4096); gated(128)\n"
-        "assert 'numpy' not in sys.modules and 'rich' not in sys.modules\n"
     )
-    subprocess.run((sys.executable, "-c", program), check=True)
