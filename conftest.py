@@ -1,5 +1,6 @@
-"""Tests marked ``nvcc`` are skipped, with the reason, where cake-core finds no compiler; shared assertions say what they
-compared."""
+"""Tests marked ``nvcc`` are skipped, with the reason, where cake-core finds no compiler.
+
+Shared assertions say what they compared."""
 
 from __future__ import annotations
 
