@@ -31,10 +31,11 @@ from typing import Any
 import conv_operands
 import torch
 from cake_conv1d.testing.shapes import BENCH
-from cake_core.bench import BenchTarget, absence, run_bench, write_json
-from cake_core.bench_bars import absent_line, copy_run, fast_bar, heading, peer_bar, rate_bar, rates, verdict
+from cake_core.bench import BenchTarget, write_json
+from cake_core.bench_bars import copy_run, fast_bar, heading, peer_bar, rate_bar, rates, verdict
 from cake_core.bench_peers import load_peers, side_by_side, warm_pass
-from cake_core.bench_report import Comparison, comparisons, geomeans, label, size_of
+from cake_core.bench_report import Comparison, comparisons, label, size_of
+from cake_core.bench_script import absent_lines, add_options, in_time, mean_lines, parse, peer_targets, timed
 from cake_core.bench_timers import captured
 from conv_operands import PASSES, Conv, Run
 from conv_peers import BF16_STEPS, COMPILED, PEERS, Peer, compile_only
@@ -76,35 +77,18 @@ BAR_OVER_FAST = 1.02
 _HOST_CALLS = 51
 
 
+_say = partial(print, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time the short convolution and its peers.")
-    parser.add_argument("--pass", dest="passes", action="append", choices=PASSES, help="default: all")
-    parser.add_argument("--shape", action="append", metavar="ID", help="default: all of --rows")
+    add_options(parser, passes=PASSES, peers=PEERS, rounds=20)
     parser.add_argument("--rows", choices=("all", "peered", "graphed", "slice", "contiguous"), default="all")
-    parser.add_argument("--peers", nargs="*", choices=[*PEERS], default=[*PEERS], help="default: all; no name: none")
-    parser.add_argument("--fast", action="store_true", help="also the fast variant, which runs det's program")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; with --quick what there is")
-    parser.add_argument("--rounds", type=int, help="default: 20, with --quick 2")
-    parser.add_argument("--budget", type=float, metavar="S", help="no shape starts later than this many seconds in")
-    parser.add_argument("--warm", action="store_true", help="let the peers compile, time nothing")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: shows that everything runs")
-    parser.add_argument("--git-sha", help="commit of the sources, where they are not a checkout")
-    parser.add_argument("--json", metavar="FILE", help="write the cake-bench/1 document")
-    args = parser.parse_args(argv)
-    args.device = args.device or ("cpu" if args.quick and not torch.cuda.is_available() else "cuda")
-    args.rounds = args.rounds or (2 if args.quick else 20)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no CUDA device; needs one, or --device cpu")
-    if unknown := set(args.shape or ()) - {*_shapes(args)}:
-        parser.error(f"--shape {', '.join(sorted(unknown))}: needs some of {', '.join(sorted(_shapes(args)))}")
+    args = parse(parser, argv, _shapes)
     if args.warm:
         return warm(args)
 
-    absent: list[dict[str, str]] = []
-    doc = run_bench(
-        targets(args, absent), device=args.device, rounds=args.rounds, git_sha=args.git_sha, on_row=_progress
-    )
-    doc["absent"][:0] = absent
+    doc = timed(args, targets, _progress)
     doc["host_time"] = host_times(args)
     if args.json:
         write_json(doc, args.json)
@@ -184,14 +168,9 @@ def _pass(name: str, conv: Conv, pass_: str) -> Run | None:
 
 def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[BenchTarget]:
     """Row by row, operands made when their turn comes; ``absent`` receives what could not be asked."""
-    begin = time.monotonic()
     peers = {name: load for name, load in PEERS.items() if name in args.peers}
-    for shape, params in _shapes(args).items():
-        if not _asked(args, shape, params):
-            continue
-        if args.budget is not None and time.monotonic() - begin > args.budget:
-            absent.append(absence(f"--budget of {args.budget:g} s was used up", impl="all", op=OP, shape=shape))
-            continue
+    asked = [(shape, params) for shape, params in _shapes(args).items() if _asked(args, shape, params)]
+    for shape, params in in_time(args.budget, asked, absent, op=OP):
         conv = Conv.make(args.device, **params)
         graphed = shape in _graphed(args)
         built = {} if graphed else load_peers(peers, conv, absent, op=OP, shape=shape)
@@ -227,25 +206,15 @@ def _row(
             )
         if graphed:
             yield target(run=in_graph(copy_run(moved[pass_], args.device)), impl="copy")
-        for name, peer in peers.items():
-            if pass_ not in peer.passes:
-                continue
-            try:
-                if peer.before is not None:
-                    peer.before()
-                run = peer.passes[pass_]()
-            except Exception as error:
-                of = {"op": OP, "pass_": pass_, "shape": shape, "version": peer.version}
-                absent.append(absence(error, impl=name, **of))
-                continue
-            yield target(
-                run=run,
-                impl=name,
-                version=peer.version,
-                before=peer.before,
-                check=partial(conv_operands.check, conv, run, budget=BF16_STEPS),
-                optional=True,
-            )
+        yield from peer_targets(
+            target,
+            peers,
+            pass_,
+            lambda run, _: partial(conv_operands.check, conv, run, budget=BF16_STEPS),
+            absent,
+            op=OP,
+            shape=shape,
+        )
 
 
 def _as_it_is(run: Run) -> Run:
@@ -302,10 +271,6 @@ def _nothing() -> None:
     pass
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 def _progress(row: Mapping[str, Any]) -> None:
     where = f"{row['pass']} {row['shape']}"
     print(f"{where:40} {label(row):24} {row['median_ms']:9.4f} ms {row['tbps']:8.4g} TB/s", flush=True)
@@ -317,18 +282,14 @@ def print_summary(doc: Mapping[str, Any]) -> None:
     print(f"\n{heading(doc)}")
     for one in found:
         print(f"{one.pass_} {size_of(one.rows[0]['params'])}: {rates(one)}")
-    print()
     judged = [one for one in found if _elements(one) * BAR_LEAST >= BAR_ELEMENTS]
-    for (_, pass_, peer), mean in geomeans(judged).items():
-        print(f"geomean {pass_} over {peer}: {mean:.3f} {verdict(mean > 1)}")
-    for line in bars(judged):
+    print()
+    for line in mean_lines(judged, bars(judged), any_row=bool(found)):
         print(line)
-    if found and not judged:
-        print("no bars: every shape is too small for its figures to mean anything")
     for row in doc["host_time"]:
         print(f"host step {size_of(row['params'])}: {label(row)} {row['median_us']:.1f} us")
-    for one in doc["absent"]:
-        print(absent_line(one, "impl", "version", "pass", "shape"))
+    for line in absent_lines(doc):
+        print(line)
 
 
 def bars(found: Sequence[Comparison]) -> Iterator[str]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,11 +28,20 @@ from importlib.metadata import version
 from typing import Any
 
 import gdn_operands
-import torch
-from cake_core.bench import BenchTarget, absence, run_bench, write_json
-from cake_core.bench_bars import absent_line, fast_bar, peer_bar, verdict
+from cake_core.bench import BenchTarget, write_json
+from cake_core.bench_bars import fast_bar, peer_bar, verdict
 from cake_core.bench_peers import load_peers, side_by_side, warm_pass
-from cake_core.bench_report import Comparison, comparisons, geomeans, label
+from cake_core.bench_report import Comparison, comparisons, label
+from cake_core.bench_script import (
+    absent_lines,
+    add_options,
+    in_time,
+    mean_lines,
+    milliseconds,
+    parse,
+    peer_targets,
+    timed,
+)
 from cake_gdn.testing.shapes import BENCH
 from gdn_accuracy import accuracies, accuracy_lines
 from gdn_operands import PASSES, SAVES, Gdn, Run
@@ -71,43 +79,26 @@ BAR_OVER_FAST = 1.02
 _COPY, _PRODUCTS = 4.3e12, 790e12  # bytes and operations a second that the floors are computed with
 
 
+_say = partial(print, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time the gated delta rule and its peers.")
-    parser.add_argument("--pass", dest="passes", action="append", choices=PASSES, help="default: all")
+    add_options(parser, passes=PASSES, peers=PEERS, rounds=20)
     parser.add_argument("--save", nargs="+", choices=SAVES, default=[*SAVES], help="default: all")
-    parser.add_argument("--shape", action="append", metavar="ID", help="default: all of --rows")
     parser.add_argument(
         "--rows",
         choices=("bars", "heads", "layouts", "all", "none"),
         help="bars (default): 1 x 32768 and 1 x 65536 tokens of 16/32 and 16/64 heads, with and without the norm; "
         "heads: 1 x 32768 of every pair; layouts: every one of 16/32 heads; with --shape: all",
     )
-    parser.add_argument("--peers", nargs="*", choices=[*PEERS], default=[*PEERS], help="default: all; no name: none")
     parser.add_argument("--accuracy", action="store_true", help="also errors by gate regime")
-    parser.add_argument("--warm", action="store_true", help="let the peers compile, time nothing")
-    parser.add_argument("--fast", action="store_true", help="also the fast variant, which runs det's program")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; with --quick what there is")
-    parser.add_argument("--rounds", type=int, help="default: 20, with --quick 2")
-    parser.add_argument("--budget", type=float, metavar="S", help="no shape starts later than this many seconds in")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: shows that everything runs")
-    parser.add_argument("--git-sha", help="commit of the sources, where they are not a checkout")
-    parser.add_argument("--json", metavar="FILE", help="write the cake-bench/1 document")
-    args = parser.parse_args(argv)
-    args.device = args.device or ("cpu" if args.quick and not torch.cuda.is_available() else "cuda")
-    args.rounds = args.rounds or (2 if args.quick else 20)
+    args = parse(parser, argv, _shapes)
     args.rows = args.rows or ("all" if args.shape or args.quick else "bars")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no CUDA device; needs one, or --device cpu")
-    if unknown := set(args.shape or ()) - {*_shapes(args)}:
-        parser.error(f"--shape {', '.join(sorted(unknown))}: needs some of {', '.join(sorted(_shapes(args)))}")
     if args.warm:
         return warm(args)
 
-    absent: list[dict[str, str]] = []
-    doc = run_bench(
-        targets(args, absent), device=args.device, rounds=args.rounds, git_sha=args.git_sha, on_row=_progress
-    )
-    doc["absent"][:0] = absent
+    doc = timed(args, targets, _progress)
     doc["accuracy"] = []
     if args.json:  # what was timed is kept if the rest fails
         write_json(doc, args.json)
@@ -190,12 +181,8 @@ def _pass(name: str, gdn: Gdn, pass_: str) -> Run:
 
 def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[BenchTarget]:
     """Row by row, operands made when their turn comes; ``absent`` receives what could not be asked."""
-    begin = time.monotonic()
     peers = {name: load for name, load in PEERS.items() if name in args.peers}
-    for shape, params in _asked(args).items():
-        if args.budget is not None and time.monotonic() - begin > args.budget:
-            absent.append(absence(f"--budget of {args.budget:g} s was used up", impl="all", op=OP, shape=shape))
-            continue
+    for shape, params in in_time(args.budget, _asked(args).items(), absent, op=OP):
         gdn = Gdn.make(args.device, **params)
         built = load_peers(peers, gdn, absent, op=OP, shape=shape)
         for save in SAVES:
@@ -234,20 +221,16 @@ def _rows(
                 before=select,
                 check=partial(gdn_operands.check, gdn, run),
             )
-        for name, peer in peers.items():
-            try:
-                run = peer.passes[theirs]()
-            except Exception as error:
-                of = {"op": OP, "pass_": pass_, "shape": shape, "version": peer.version}
-                absent.append(absence(error, impl=name, **of))
-                continue
-            yield target(
-                run=run,
-                impl=name,
-                version=peer.version,
-                check=partial(gdn_operands.check, gdn, run, budgets=BF16_BUDGETS),
-                optional=True,
-            )
+        yield from peer_targets(
+            target,
+            peers,
+            pass_,
+            lambda run, _: partial(gdn_operands.check, gdn, run, budgets=BF16_BUDGETS),
+            absent,
+            op=OP,
+            shape=shape,
+            of_peer=theirs,
+        )
 
 
 def _row_params(params: Mapping[str, Any], save: str) -> dict[str, Any]:
@@ -255,10 +238,6 @@ def _row_params(params: Mapping[str, Any], save: str) -> dict[str, Any]:
     lengths, heads = params["lengths"], params["heads"]
     some = {"tokens": sum(lengths), "heads": f"{heads[0]}/{heads[1]}", "documents": len(lengths)}
     return {**some, **{name: value for name, value in params.items() if name not in ("lengths", "heads")}, "save": save}
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _progress(row: Mapping[str, Any]) -> None:
@@ -276,26 +255,19 @@ def print_summary(doc: Mapping[str, Any]) -> None:
     )
     for one in found:
         print(f"{one.pass_} {one.shape}: {_times(one)}")
-    print()
     judged = [one for one in found if one.rows[0]["params"]["tokens"] >= BAR_TOKENS]
-    for (_, pass_, peer), mean in geomeans(judged).items():
-        print(f"geomean {pass_} over {peer}: {mean:.3f} {verdict(mean > 1)}")
-    for line in bars(judged):
+    print()
+    for line in mean_lines(judged, bars(judged), any_row=bool(found)):
         print(line)
-    if found and not judged:
-        print("no bars: every shape is too small for its figures to mean anything")
     for line in accuracy_lines(doc["accuracy"]):
         print(line)
-    for one in doc["absent"]:
-        print(absent_line(one, "impl", "version", "pass", "shape"))
+    for line in absent_lines(doc):
+        print(line)
 
 
 def _times(one: Comparison) -> str:
     """Milliseconds of every row, how many times ours a peer takes, ours in TB/s and TFLOP/s, and its floor."""
-    parts: list[str] = []
-    for row in one.rows:
-        over = f" (x{one.speed(row):.2f})" if row["impl"] != "cake" and one.ours is not None else ""
-        parts.append(f"{label(row)} {row['median_ms']:.3f}{over}")
+    parts = milliseconds(one)
     if one.ours is not None:
         params = one.ours["params"]
         moved = gdn_operands.design_traffic(params["tokens"], params["heads"], one.pass_, params["save"])

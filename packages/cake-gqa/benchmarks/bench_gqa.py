@@ -17,18 +17,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import gqa_operands
-import torch
-from cake_core.bench import BenchTarget, absence, run_bench, write_json
-from cake_core.bench_bars import absent_line, fast_bar, peer_bar, verdict
+from cake_core.bench import BenchTarget, write_json
+from cake_core.bench_bars import fast_bar, peer_bar, verdict
 from cake_core.bench_peers import load_peers, side_by_side, warm_pass
-from cake_core.bench_report import Comparison, comparisons, geomeans, label
+from cake_core.bench_report import Comparison, comparisons, label
+from cake_core.bench_script import (
+    absent_lines,
+    add_options,
+    in_time,
+    mean_lines,
+    milliseconds,
+    parse,
+    peer_targets,
+    timed,
+)
 from cake_gqa.layouts import BENCHMARKS
 from cake_gqa.testing.shapes import BENCH
 from cake_gqa.testing.steps import pairs
@@ -51,41 +59,24 @@ BARS_TFLOPS = {"fwd": 680.0, "bwd": 400.0}
 _PRODUCTS = 790e12  # operations a second that the floors are computed with
 
 
+_say = partial(print, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time packed attention and its peers.")
-    parser.add_argument("--pass", dest="passes", action="append", choices=PASSES, help="default: all")
-    parser.add_argument("--shape", action="append", metavar="ID", help="default: all of --rows")
+    add_options(parser, passes=PASSES, peers=PEERS, rounds=10)
     parser.add_argument(
         "--rows",
         choices=("small", "cp", "packs", "all"),
         help=f"small (default): {', '.join(SMALL)} and the packs; cp: every context-parallel rank; packs: packed "
         "batches; with --shape: all",
     )
-    parser.add_argument("--peers", nargs="*", choices=[*PEERS], default=[*PEERS], help="default: all; no name: none")
-    parser.add_argument("--warm", action="store_true", help="let the peers compile, time nothing")
-    parser.add_argument("--fast", action="store_true", help="also the fast variant")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda; with --quick what there is")
-    parser.add_argument("--rounds", type=int, help="default: 10, with --quick 2")
-    parser.add_argument("--budget", type=float, metavar="S", help="no shape starts later than this many seconds in")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: shows that everything runs")
-    parser.add_argument("--git-sha", help="commit of the sources, where they are not a checkout")
-    parser.add_argument("--json", metavar="FILE", help="write the cake-bench/1 document")
-    args = parser.parse_args(argv)
-    args.device = args.device or ("cpu" if args.quick and not torch.cuda.is_available() else "cuda")
-    args.rounds = args.rounds or (2 if args.quick else 10)
+    args = parse(parser, argv, _shapes)
     args.rows = args.rows or ("all" if args.shape or args.quick else "small")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no CUDA device; needs one, or --device cpu")
-    if unknown := set(args.shape or ()) - {*_shapes(args)}:
-        parser.error(f"--shape {', '.join(sorted(unknown))}: needs some of {', '.join(sorted(_shapes(args)))}")
     if args.warm:
         return warm(args)
 
-    absent: list[dict[str, str]] = []
-    doc = run_bench(
-        targets(args, absent), device=args.device, rounds=args.rounds, git_sha=args.git_sha, on_row=_progress
-    )
-    doc["absent"][:0] = absent
+    doc = timed(args, targets, _progress)
     if args.json:
         write_json(doc, args.json)
     print_summary(doc)
@@ -136,12 +127,8 @@ def _pass(name: str, gqa: Gqa, pass_: str) -> Run:
 
 def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[BenchTarget]:
     """Row by row, operands made when their turn comes; ``absent`` receives what could not be asked."""
-    begin = time.monotonic()
     peers = {name: load for name, load in PEERS.items() if name in args.peers}
-    for shape, params in _asked(args).items():
-        if args.budget is not None and time.monotonic() - begin > args.budget:
-            absent.append(absence(f"--budget of {args.budget:g} s was used up", impl="all", op=OP, shape=shape))
-            continue
+    for shape, params in in_time(args.budget, _asked(args).items(), absent, op=OP):
         gqa = Gqa.make(args.device, **params)
         yield from _rows(
             args, gqa, shape, _row_params(params), load_peers(peers, gqa, absent, op=OP, shape=shape), absent
@@ -173,20 +160,15 @@ def _rows(
                 before=select,
                 check=partial(gqa_operands.check, gqa, run),
             )
-        for name, peer in peers.items():
-            try:
-                run = peer.passes[pass_]()
-            except Exception as error:
-                of = {"op": OP, "pass_": pass_, "shape": shape, "version": peer.version}
-                absent.append(absence(error, impl=name, **of))
-                continue
-            yield target(
-                run=run,
-                impl=name,
-                version=peer.version,
-                check=partial(gqa_operands.check, gqa, run, budget=BUDGET),
-                optional=True,
-            )
+        yield from peer_targets(
+            target,
+            peers,
+            pass_,
+            lambda run, _: partial(gqa_operands.check, gqa, run, budget=BUDGET),
+            absent,
+            op=OP,
+            shape=shape,
+        )
 
 
 def _row_params(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,10 +181,6 @@ def _row_params(params: Mapping[str, Any]) -> dict[str, Any]:
         "segments": len(segments),
         "form": params.get("form", "plain"),
     }
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _progress(row: Mapping[str, Any]) -> None:
@@ -220,24 +198,17 @@ def print_summary(doc: Mapping[str, Any]) -> None:
     )
     for one in found:
         print(f"{one.pass_} {one.shape}: {_times(one)}")
-    print()
     judged = [one for one in found if one.rows[0]["params"]["tokens"] >= BAR_TOKENS]
-    for (_, pass_, peer), mean in geomeans(judged).items():
-        print(f"geomean {pass_} over {peer}: {mean:.3f} {verdict(mean > 1)}")
-    for line in bars(judged):
+    print()
+    for line in mean_lines(judged, bars(judged), any_row=bool(found)):
         print(line)
-    if found and not judged:
-        print("no bars: every shape is too small for its figures to mean anything")
-    for one in doc["absent"]:
-        print(absent_line(one, "impl", "version", "pass", "shape"))
+    for line in absent_lines(doc):
+        print(line)
 
 
 def _times(one: Comparison) -> str:
     """Milliseconds of every row, how many times ours a peer takes, ours in TFLOP/s, and its floor."""
-    parts: list[str] = []
-    for row in one.rows:
-        over = f" (x{one.speed(row):.2f})" if row["impl"] != "cake" and one.ours is not None else ""
-        parts.append(f"{label(row)} {row['median_ms']:.3f}{over}")
+    parts = milliseconds(one)
     if one.ours is not None:
         floor = 1e3 * one.ours["flop"] / _PRODUCTS
         parts.append(f"at {one.ours['tflops']:.1f} TFLOP/s, floor {floor:.3f}")

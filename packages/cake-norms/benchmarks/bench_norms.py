@@ -24,6 +24,7 @@ import torch
 from cake_core.bench import BenchTarget, absence, run_bench, write_json
 from cake_core.bench_bars import absent_line, copy_run, fast_bar, heading, peer_bar, rate_bar, rates, verdict
 from cake_core.bench_report import Comparison, comparisons, geomeans, label, size_of
+from cake_core.bench_script import in_time, peer_targets
 from cake_core.bench_timers import captured
 from cake_norms.gated_rmsnorm.testing import shapes as gated_shapes
 from cake_norms.rmsnorm.testing import shapes as rmsnorm_shapes
@@ -98,18 +99,18 @@ def targets(args: argparse.Namespace, absent: list[dict[str, str]]) -> Iterator[
     begin = time.monotonic()
     for op in args.op or SHAPES:
         peers = {name: load for name, load in PEERS[op].items() if name in args.peers}
-        for shape, params in SHAPES[op].items():
+        asked = [(shape, params) for shape, params in SHAPES[op].items() if _asked(args, op, shape)]
+        for shape, params in in_time(args.budget, asked, absent, op=op, begin=begin):
             graphed = shape in GRAPHED[op]
-            if args.shape and shape not in args.shape:
-                continue
-            if args.rows != "all" and shape not in {"peered": PEERED, "graphed": GRAPHED}[args.rows][op]:
-                continue
-            if args.budget is not None and time.monotonic() - begin > args.budget:
-                absent.append(absence(f"--budget of {args.budget:g} s was used up", impl="all", op=op, shape=shape))
-                continue
             norm: Norm = getattr(Norm, op)(args.device, **params)
             built = _load(peers, norm, absent) if shape in PEERED[op] else {}
             yield from _row(args, norm, shape, params, built, absent, graphed=graphed)
+
+
+def _asked(args: argparse.Namespace, op: str, shape: str) -> bool:
+    if args.shape and shape not in args.shape:
+        return False
+    return args.rows == "all" or shape in {"peered": PEERED, "graphed": GRAPHED}[args.rows][op]
 
 
 def _load(peers: dict[str, Callable[[Norm], Peer]], norm: Norm, absent: list[dict[str, str]]) -> dict[str, Peer]:
@@ -153,23 +154,15 @@ def _row(
         if graphed:
             copy = copy_run(moved[pass_], args.device)
             yield target(run=captured(copy) if args.device == "cuda" else copy, impl="copy")
-        for name, peer in peers.items():
-            if pass_ not in peer.passes:
-                continue
-            try:
-                run = peer.passes[pass_]()
-            except Exception as error:
-                of = {"op": norm.op, "pass_": pass_, "shape": shape, "version": peer.version}
-                absent.append(absence(error, impl=name, **of))
-                continue
-            yield target(
-                run=run,
-                impl=name,
-                version=peer.version,
-                before=peer.before,
-                check=partial(norm_operands.check, norm, run, rounding=BF16_STEPS, summed=peer.summed),
-                optional=True,
-            )
+        yield from peer_targets(
+            target,
+            peers,
+            pass_,
+            lambda run, peer: partial(norm_operands.check, norm, run, rounding=BF16_STEPS, summed=peer.summed),
+            absent,
+            op=norm.op,
+            shape=shape,
+        )
 
 
 def _progress(row: Mapping[str, Any]) -> None:
