@@ -4,7 +4,7 @@
 #   tools/bench_gpu.sh [--package cake-norms|cake-conv1d|cake-gdn|cake-gqa] WHEELS [OUT] [ARGUMENTS OF bench_*.py ...]
 #
 # WHEELS: the workspace's wheels (`uv build --all-packages --wheel`), what torch's environment lacks (apache-tvm-ffi, rich) and
-# the peers' wheels with what they need (fla-core: einops, and tilelang for the backward of cake-gdn; tilelang: z3-solver,
+# the peers' wheels with what they need (fla-core: einops, and tilelang for the backward of cake-gdn; tilelang: z3-solver 4.15,
 # torch-c-dlpack-ext, apache-tvm-ffi < 0.1.13; flash-attn-4: nvidia-cutlass-dsl, quack-kernels, einops, torch-c-dlpack-ext).
 # A wheel may come compressed (NAME.whl.xz) or in pieces (NAME.whl.part*).
 # Several fla-core wheels: the newest runs with all peers, each other one in a process of its own. Of several apache-tvm-ffi
